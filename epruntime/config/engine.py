@@ -1,0 +1,156 @@
+"""One frozen dataclass per concern. CLI flags, their help and defaults, and LLM's keywords come from these fields."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar
+
+from epruntime.errors import ConfigError
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), cli: bool = True) -> Any:
+    """A documented config field. `choices`: allowed values; `cli=False`: no command-line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
+
+
+def _check_choices(config: Any) -> None:
+    for f in fields(config):
+        choices = f.metadata.get("choices")
+        value = getattr(config, f.name)
+        if choices and value is not None and value not in choices:
+            raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
+
+
+def _at_least(config: Any, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < minimum):
+            raise ConfigError(f"{name}={value!r}: must be at least {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is served."""
+
+    model: str = field(metadata={"help": "directory of a transformers MoE checkpoint (config.json, *.safetensors)",
+                                 "positional": True})
+    tokenizer: str | None = option(None, "directory of the tokenizer; default: the model's own")
+    served_model_name: str | None = option(None, "name shown to clients; default: the model directory's name")
+    dtype: str = option("auto", "dtype of weights and activations; auto: the checkpoint's own",
+                        choices=("auto", "float32", "bfloat16"))
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own limit")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _at_least(self, 1, "max_model_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks are laid out, started and connected."""
+
+    expert_parallel_size: int = option(1, "number of ranks; each owns a shard of every layer's experts")
+    launcher: str = option("local", "what starts the ranks", choices=("local", "ray"))
+    ray_address: str | None = option(None, "address of the Ray cluster; default: start one on this machine")
+    transport: str = option("auto", "all-to-all transport; auto: the best supported", choices=("auto", "local", "gloo"))
+    experts_backend: str = option("auto", "expert MLP; auto: the best supported",
+                                  choices=("auto", "reference", "grouped_mm"))
+    invariance: str = option("strict", "strict: rows are padded so that library GEMMs give a row the same bits in any "
+                             "batch; fast: no padding", choices=("strict", "fast"))
+    exchange_budget_tokens: int = option(8192, "most rows a rank receives in one exchange round; larger steps run in "
+                                         "several rounds")
+    threads_per_rank: int | None = option(None, "compute threads per rank; default: this host's cores / its ranks")
+    start_timeout_s: float = option(120.0, "seconds within which all ranks must have started")
+    load_timeout_s: float = option(1800.0, "seconds within which all ranks must have loaded the model")
+    step_timeout_s: float = option(120.0, "seconds within which a step must end on every rank")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank")
+        _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache of each rank."""
+
+    block_size: int = option(16, "tokens per KV block")
+    kv_cache_memory_gb: float | None = option(None, "KV budget per rank in GiB; default: what max_num_seqs sequences of "
+                                              "max_model_len need, at most a quarter of the free memory per rank")
+    num_kv_blocks: int | None = option(None, "KV blocks per rank; overrides kv_cache_memory_gb")
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt prefixes on the same rank")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "block_size", "num_kv_blocks")
+        if self.kv_cache_memory_gb is not None and self.kv_cache_memory_gb <= 0:
+            raise ConfigError(f"kv_cache_memory_gb={self.kv_cache_memory_gb!r}: must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Continuous batching, per rank."""
+
+    max_num_seqs: int = option(64, "most sequences running at once on one rank")
+    max_num_batched_tokens: int = option(512, "most tokens that one rank computes in one step")
+    pipeline_depth: int = option(2, "plans in flight: 2 sends the next plan before the last result is back")
+    max_queued_requests: int = option(4096, "requests accepted and not yet finished, beyond which new ones are refused")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "max_queued_requests")
+        if self.pipeline_depth > 2:
+            raise ConfigError(f"pipeline_depth={self.pipeline_depth}: must be 1 or 2")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} is above max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "every running sequence needs one token per step; lower the first or raise the second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The gRPC front end."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(50051, "port to listen on; 0 picks a free one and prints it")
+    drain_timeout_s: float = option(30.0, "seconds that running requests get to end after SIGTERM")
+    max_message_mb: int = option(16, "largest gRPC message accepted, MiB")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port}: must be in 0..65535")
+        _at_least(self, 0, "drain_timeout_s")
+        _at_least(self, 1, "max_message_mb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All that an engine needs: the concerns above, composed."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    SECTIONS: ClassVar[dict[str, type]] = {"model": ModelConfig, "parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Builds the config from flat keywords (`EngineConfig.from_kwargs(model=..., expert_parallel_size=2)`).
+
+        Raises:
+            TypeError: an unknown keyword, with the nearest known one.
+            ConfigError: a value out of range.
+        """
+        owner = {f.name: section for section, kind in cls.SECTIONS.items() for f in fields(kind)}
+        parts: dict[str, dict[str, Any]] = {section: {} for section in cls.SECTIONS}
+        for name, value in kwargs.items():
+            if name not in owner:
+                near = difflib.get_close_matches(name, owner, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"unknown engine option {name!r}{hint}")
+            parts[owner[name]][name] = value
+        return cls(**{section: kind(**parts[section]) for section, kind in cls.SECTIONS.items()})
+
+
+def has_default(f: Field[Any]) -> bool:
+    return f.default is not MISSING or f.default_factory is not MISSING

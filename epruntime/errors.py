@@ -1,0 +1,105 @@
+"""Every error that epruntime raises on purpose, and what each one becomes on the wire.
+
+A bad request and a dead engine are different types: a caller mends the first and waits out (or
+reports) the second. `STATUS` is the one table that maps a type to a gRPC code and an HTTP status.
+"""
+
+from __future__ import annotations
+
+
+class EPRuntimeError(Exception):
+    """Root of the tree: `except EPRuntimeError` catches all that this package raises on purpose."""
+
+
+class InvalidRequestError(EPRuntimeError, ValueError):
+    """The request makes no sense as sent.
+
+    Args:
+        message: what is wrong and what to do.
+        field: the request field, for example `"temperature"`; empty if no single field is at fault.
+        value: the refused value, shown in the message.
+    """
+
+    def __init__(self, message: str, *, field: str = "", value: object = None) -> None:
+        self.field, self.value = field, value
+        super().__init__(f"{field}={value!r}: {message}" if field else message)
+
+
+class RequestNotFoundError(EPRuntimeError, KeyError):
+    """No live request has this id."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class QueueFullError(EPRuntimeError):
+    """The engine holds as many requests as it accepts; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class RequestAbortedError(EPRuntimeError):
+    """The request was cancelled before it ended."""
+
+
+class UnsupportedModelError(EPRuntimeError):
+    """This checkpoint is refused, by name and reason."""
+
+
+class CheckpointError(EPRuntimeError):
+    """A checkpoint is damaged or incomplete: missing, extra, misshapen or unreadable tensors."""
+
+
+class ConfigError(EPRuntimeError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class LaunchError(EPRuntimeError):
+    """Ranks could not be started within the deadline; says what was asked and what there is."""
+
+
+class HandshakeError(EPRuntimeError):
+    """A peer on the control channel failed the challenge, or runs other code (kernel signature)."""
+
+
+class ProtocolError(EPRuntimeError):
+    """A frame on the control channel is malformed, oversized, or of an old generation."""
+
+
+class EngineDeadError(EPRuntimeError):
+    """The engine cannot go on; every request it held has ended with this error."""
+
+
+class RankLostError(EngineDeadError):
+    """A rank died or stopped answering.
+
+    Args:
+        slot: the rank's slot, host: where it ran, detail: last known progress (step, layer, collective).
+    """
+
+    def __init__(self, *, slot: int, host: str, detail: str) -> None:
+        self.slot, self.host, self.detail = slot, host, detail
+        super().__init__(f"rank {slot} on host {host} is lost: {detail}")
+
+
+#: exception type -> (grpc.StatusCode name, HTTP status). First match in order wins.
+STATUS: tuple[tuple[type[BaseException], str, int], ...] = (
+    (RequestNotFoundError, "NOT_FOUND", 404),
+    (InvalidRequestError, "INVALID_ARGUMENT", 400),
+    (ConfigError, "INVALID_ARGUMENT", 400),
+    (QueueFullError, "RESOURCE_EXHAUSTED", 429),
+    (RequestAbortedError, "CANCELLED", 499),
+    (EngineDeadError, "UNAVAILABLE", 503),
+    (UnsupportedModelError, "FAILED_PRECONDITION", 400),
+    (EPRuntimeError, "INTERNAL", 500),
+)
+
+
+def status_of(error: BaseException) -> tuple[str, int]:
+    """Returns `(grpc.StatusCode name, HTTP status)` of an exception; `("INTERNAL", 500)` for foreign ones."""
+    for kind, code, http in STATUS:
+        if isinstance(error, kind):
+            return code, http
+    return "INTERNAL", 500
