@@ -1,0 +1,86 @@
+"""ModelInfo: what the rest of the runtime needs to know about a checkpoint, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayerInfo:
+    """What one attention layer keeps per token.
+
+    Attributes:
+        num_heads: key/value heads; 1 for a latent layer.
+        key_dim: elements of a key row per head; for a latent layer the latent and the rotary key together.
+        value_dim: elements of a value row per head.
+        latent: True where values are a leading part of the key row (multi-head latent attention), so
+            that only `key_dim` elements are kept.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_heads * (self.key_dim + (0 if self.latent else self.value_dim))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """A checkpoint that was inspected and not refused.
+
+    Attributes:
+        architecture: class name in transformers, for example "MixtralForCausalLM".
+        model_type: the configuration's model_type.
+        dtype: "float32" or "bfloat16", of weights and activations.
+        max_position_embeddings: longest sequence the checkpoint was made for, tokens.
+        num_experts: routed experts per MoE layer (the largest, where layers differ).
+        top_k: experts per token.
+        moe_layers: indices of the layers with routed experts, ascending.
+        eos_token_ids: union of config's and generation_config's, ascending.
+        kv_layers: one entry per attention layer, in layer order.
+        num_parameters: elements of all tensors in the checkpoint.
+        checkpoint_bytes: bytes of all tensors in the checkpoint files.
+    """
+
+    architecture: str
+    model_type: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    num_experts: int
+    top_k: int
+    moe_layers: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    kv_layers: tuple[KVLayerInfo, ...]
+    num_parameters: int
+    checkpoint_bytes: int
+
+    @property
+    def dtype_bytes(self) -> int:
+        return {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token takes, all layers."""
+        return self.dtype_bytes * sum(layer.elements_per_token for layer in self.kv_layers)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        return block_size * self.kv_bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelInfo:
+        values = dict(data)
+        values["kv_layers"] = tuple(KVLayerInfo(**layer) for layer in values["kv_layers"])
+        for name in ("moe_layers", "eos_token_ids"):
+            values[name] = tuple(values[name])
+        return cls(**values)
