@@ -1,0 +1,115 @@
+"""One live request on the front end's side: tokens in, RequestOutput out.
+
+TokenUpdate -> RequestState.add_token -> (detokenise, stop strings) -> snapshot() -> the caller's stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from epruntime.engine.detokenizer import Detokenizer, StopMatcher
+from epruntime.engine.processor import EngineRequest
+from epruntime.engine.tokenizer import Tokenizer
+from epruntime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, TokenLogprobs
+
+FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length"}
+
+
+class RequestState:
+    """Output of one request so far. A slow reader costs nothing: it finds the newest state when it looks."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.output = CompletionOutput(logprobs=None if request.params.logprobs is None else [])
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer, request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+            )
+        self._stops = StopMatcher(request.params.stop)
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def add_token(self, token: int, finish: int, logprobs: TokenLogprobs | None) -> None:
+        """Takes the next token; afterwards `finished` says whether a rank or a stop string has ended the request."""
+        output, now = self.output, time.monotonic()
+        if self.metrics.first_token_time is None:
+            self.metrics = replace(self.metrics, first_token_time=now)
+        output.token_ids.append(token)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(self._logprobs(token, logprobs))
+        stop_string = None
+        # the token that ended the request (end of sequence, stop id) is reported as an id and not as text
+        if self._detokenizer is not None and finish != FINISH_STOP:
+            text, stop_string = self._stops.push(self._detokenizer.push(token))
+            output.text += text
+        if stop_string is not None:
+            output.finish_reason, output.stop_reason = "stop", stop_string
+        elif finish != FINISH_NONE:
+            output.text += self._stops.flush()
+            output.finish_reason = FINISH_REASONS[finish]
+            if finish == FINISH_STOP and token in self.request.params.stop_token_ids:
+                output.stop_reason = token
+        if self.finished:
+            self.metrics = replace(self.metrics, finished_time=now)
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with an error, which the reader of the stream gets raised."""
+        if not self.finished:
+            self.error = error
+            self.output.finish_reason = "error"
+            self._changed.set()
+
+    def abort(self) -> None:
+        """Ends the request as aborted; the output so far stands."""
+        if not self.finished:
+            self.output.finish_reason = "abort"
+            self.metrics = replace(self.metrics, finished_time=time.monotonic())
+            self._changed.set()
+
+    async def next(self) -> RequestOutput:
+        """Waits for a change and returns the whole output so far.
+
+        Raises:
+            the error that ended the request.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self.error is not None:
+            raise self.error
+        return self.snapshot()
+
+    def snapshot(self) -> RequestOutput:
+        output = self.output
+        completion = replace(
+            output,
+            token_ids=list(output.token_ids),
+            logprobs=None if output.logprobs is None else list(output.logprobs),
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finished,
+            seed=self.request.spec.seed,
+            metrics=self.metrics,
+        )
+
+    def _logprobs(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        entries = {token: logprobs.chosen}
+        entries.update(zip(logprobs.top_ids, logprobs.top_values, strict=True))
+        return {i: Logprob(value, self._token_text(i)) for i, value in entries.items()}
+
+    def _token_text(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
