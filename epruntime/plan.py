@@ -14,6 +14,9 @@ Rules both sides rely on (depth-2 pipeline: plan N+1 is sent before result N is 
 * The rank decides "stop" and "length" by itself (it knows eos ids, stop ids and max length); a later
   in-flight plan that still counts on the request simply finds nothing to do. Stop strings, aborts
   and expiry are the front end's: they reach the rank as `drop`.
+* A request that alone cannot go on (NaN logits, a token id outside the vocabulary) ends with
+  FINISH_ERROR, token -1 and words in `errors`; its token joins no history, and its batch-mates are
+  untouched. Everything else that goes wrong in a step ends the generation.
 * A dropped request's state is gone on the rank. A preempted one comes back as NewRequest with its
   full history, never while a plan that may have decoded it is still in flight.
 * `rid` is a per-engine integer handle, never reused; `request_id` strings stay in the front end.
@@ -26,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,7 @@ class StepResult:
     Attributes:
         rids: int64 [N]; tokens: int32 [N]; finish: int8 [N], FINISH_*.
         logprobs: index into the arrays -> TokenLogprobs, for requests that asked.
+        errors: rid -> what went wrong, one for each entry with FINISH_ERROR.
         num_prefill_tokens / num_decode_tokens: rows really computed.
     """
 
@@ -143,19 +147,20 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    errors: dict[int, str] = field(default_factory=dict)
 
     def to_wire(self) -> list[Any]:
         logprobs = {i: [lp.chosen, lp.top_ids, lp.top_values] for i, lp in self.logprobs.items()}
         return [self.step, self.generation, self.rids.astype(np.int64).tobytes(),
                 self.tokens.astype(np.int32).tobytes(), self.finish.astype(np.int8).tobytes(), logprobs,
-                self.num_prefill_tokens, self.num_decode_tokens]
+                self.num_prefill_tokens, self.num_decode_tokens, self.errors]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> StepResult:
-        step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode = wire
+        step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode, errors = wire
         return cls(
             step=step, generation=generation, rids=np.frombuffer(rids, np.int64),
             tokens=np.frombuffer(tokens, np.int32), finish=np.frombuffer(finish, np.int8),
             logprobs={i: TokenLogprobs(chosen=c, top_ids=tuple(t), top_values=tuple(v))
                       for i, (c, t, v) in logprobs.items()},
-            num_prefill_tokens=num_prefill, num_decode_tokens=num_decode)
+            num_prefill_tokens=num_prefill, num_decode_tokens=num_decode, errors=dict(errors))
