@@ -1,0 +1,174 @@
+"""EngineCore: drives all ranks in lockstep.
+
+add/drop -> Router -> GroupScheduler.plan (one per rank) -> plans out -> ranks -> results back -> apply -> TokenUpdates
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from epruntime.config import EngineConfig
+from epruntime.engine.processor import EngineRequest
+from epruntime.engine.router import Router
+from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
+from epruntime.launchers.pool import RankHandle
+from epruntime.plan import StepResult
+
+logger = logging.getLogger("epruntime.engine.core")
+
+#: when one rank fails, how long to wait for the news of which rank was lost, so that the error names it
+_BLAME_WINDOW_S = 3.0
+
+
+@dataclass(kw_only=True)
+class CoreStats:
+    """Totals since start."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    step_seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+
+class EngineCore:
+    """Owns the schedulers and the step loop. All methods run on one asyncio loop.
+
+    Args:
+        ranks: one handle per attention group, loaded with the model.
+        schedulers: one per rank, same order.
+        on_updates: called with the new tokens of each step.
+        on_dead: called once, with the error, when the engine cannot go on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Sequence[RankHandle],
+        schedulers: Sequence[GroupScheduler],
+        *,
+        on_updates: Callable[[list[TokenUpdate]], None],
+        on_dead: Callable[[EngineDeadError], None],
+    ) -> None:
+        self._ranks, self.schedulers = list(ranks), list(schedulers)
+        self._depth = config.scheduler.pipeline_depth
+        self._step_timeout_s = config.parallel.step_timeout_s
+        self._router = Router(len(self.schedulers))
+        self._group_of: dict[int, int] = {}
+        self._on_updates, self._on_dead = on_updates, on_dead
+        self._wake = asyncio.Event()
+        self._next_step = 0
+        self.stats = CoreStats()
+        self.dead_error: EngineDeadError | None = None
+        self._task = asyncio.create_task(self._run(), name="epruntime-engine-core")
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request; its tokens come through `on_updates`."""
+        if self.dead_error is not None:
+            raise self.dead_error
+        expected = len(request.prompt_token_ids) + request.spec.max_tokens
+        group = self._router.assign(request.rid, expected)
+        self._group_of[request.rid] = group
+        self.schedulers[group].add(request.rid, request.prompt_token_ids, request.spec)
+        self._wake.set()
+
+    def drop(self, rid: int) -> None:
+        """Forgets a request that is not wanted any more; unknown rids are ignored (it may just have ended)."""
+        group = self._forget(rid)
+        if group is not None:
+            self.schedulers[group].drop(rid)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """Takes the news that the engine cannot go on, also while no step runs."""
+        if self.dead_error is None:
+            self._task.cancel()
+            self._die(error)
+
+    async def stop(self) -> None:
+        """Ends the loop; plans in flight are left to the ranks."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        in_flight: deque[list[asyncio.Future[StepResult]]] = deque()
+        try:
+            while True:
+                while len(in_flight) < self._depth and any(s.has_work for s in self.schedulers):
+                    in_flight.append(self._send_step())
+                if in_flight:
+                    began = time.monotonic()
+                    self._apply(await self._collect(in_flight.popleft()))
+                    self.stats.step_seconds += time.monotonic() - began
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except EngineDeadError as error:
+            self._die(error)
+        except EPRuntimeError as error:
+            self._die(EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}"))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # a fault of this program: every waiting request must learn of it, whatever it is
+            logger.exception("the engine core failed")
+            self._die(EngineDeadError(f"internal error in the engine core: {type(error).__name__}: {error}"))
+        finally:
+            for futures in in_flight:
+                for future in futures:
+                    future.cancel()
+
+    def _send_step(self) -> list[asyncio.Future[StepResult]]:
+        """Makes and sends the next step's plan for every rank; an idle rank gets an empty one."""
+        step, self._next_step = self._next_step, self._next_step + 1
+        return [
+            asyncio.ensure_future(self._call(rank, scheduler.plan(step).to_wire()))
+            for rank, scheduler in zip(self._ranks, self.schedulers, strict=True)
+        ]
+
+    async def _call(self, rank: RankHandle, plan: list[object]) -> StepResult:
+        reply = await rank.call("plan", timeout_s=self._step_timeout_s, plan=plan)
+        return StepResult.from_wire(reply["result"])
+
+    async def _collect(self, futures: list[asyncio.Future[StepResult]]) -> list[StepResult]:
+        """Waits for every rank's result of one step.
+
+        Raises:
+            RankLostError: naming the lost rank, also where other ranks complained first.
+            EngineDeadError: a rank could not go on.
+        """
+        await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        if any(f.done() and f.exception() is not None for f in futures):
+            await asyncio.wait(futures, timeout=_BLAME_WINDOW_S)
+            errors = [f.exception() for f in futures if f.done() and f.exception() is not None]
+            raise next((e for e in errors if isinstance(e, RankLostError)), errors[0])  # type: ignore[misc]
+        return [f.result() for f in futures]
+
+    def _apply(self, results: list[StepResult]) -> None:
+        self.stats.steps += 1
+        for scheduler, result in zip(self.schedulers, results, strict=True):
+            self.stats.prefill_tokens += result.num_prefill_tokens
+            self.stats.decode_tokens += result.num_decode_tokens
+            updates = scheduler.apply(result)
+            for update in updates:
+                if update.finish:
+                    self._forget(update.rid)
+            if updates:
+                self._on_updates(updates)
+
+    def _forget(self, rid: int) -> int | None:
+        group = self._group_of.pop(rid, None)
+        if group is not None:
+            self._router.release(rid)
+        return group
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self.dead_error is None:
+            logger.error("the engine is dead: %s", error)
+            self.dead_error = error
+            self._on_dead(error)

@@ -1,0 +1,145 @@
+"""LLM: offline generation in one call. A synchronous face of AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from epruntime.config import EngineConfig
+from epruntime.engine.async_llm import AsyncLLM
+from epruntime.engine.loop_thread import LoopThread
+from epruntime.engine.processor import Prompt
+from epruntime.engine.ranks import Ranks
+from epruntime.errors import InvalidRequestError
+from epruntime.outputs import RequestOutput
+from epruntime.sampling_params import SamplingParams
+
+Messages = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """Loads a model on its ranks and generates.
+
+        with LLM("path/to/model", expert_parallel_size=2) as llm:
+            for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
+                print(output.outputs[0].text)
+
+    Args:
+        model: checkpoint directory.
+        ranks: running ranks to load on; None starts `expert_parallel_size` of them and stops them at shutdown.
+        **options: any field of ModelConfig, ParallelConfig, CacheConfig and SchedulerConfig.
+
+    Raises:
+        TypeError: an unknown option. ConfigError: a value that cannot work.
+        UnsupportedModelError, CheckpointError: the model is refused, or damaged.
+        LaunchError, RankLostError: ranks did not start, or died.
+    """
+
+    def __init__(self, model: str, *, ranks: Ranks | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=str(model), **options)
+        self._loop_thread = LoopThread() if ranks is None else ranks.loop_thread
+        self._own_loop = ranks is None
+        self._closed = False
+        try:
+            self.engine: AsyncLLM = self._loop_thread.run(
+                AsyncLLM.create(self.config, rank_pool=None if ranks is None else ranks.pool)
+            )
+        except BaseException:
+            if self._own_loop:
+                self._loop_thread.close()
+            raise
+        self._finalizer = weakref.finalize(self, _stop, self._loop_thread, self.engine, self._own_loop)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates for one prompt or many; all are batched together.
+
+        Args:
+            prompts: a string, {"prompt_token_ids": [...]}, or a list of those.
+            sampling_params: one for all, or one per prompt; None: the defaults.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One finished RequestOutput per prompt, in order.
+
+        Raises:
+            InvalidRequestError: before anything is generated, if any prompt or parameter is refused.
+            EngineDeadError: the engine stopped.
+        """
+        items = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(items)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(items):
+            raise InvalidRequestError(
+                f"{len(items)} prompts need as many sampling parameters, or one for all",
+                field="sampling_params",
+                value=f"{len(params)} of them",
+            )
+        return self._loop_thread.run(self._generate(items, params, use_tqdm))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, rendered through the model's chat template.
+
+        Args:
+            messages: a list of {"role", "content"} dicts, or a list of such lists.
+        """
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if one else list(messages)
+        return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm=use_tqdm)
+
+    def info(self) -> dict[str, Any]:
+        """What is served, by which ranks, and what they have done (see AsyncLLM.info)."""
+        return self._loop_thread.run(self.engine.info())
+
+    def shutdown(self) -> None:
+        """Frees the model and stops the ranks that this object started. Safe to call again."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm) as bar:
+
+            async def one(prompt: Prompt, param: SamplingParams) -> RequestOutput:
+                async with aclosing(self.engine.generate(prompt, param)) as stream:
+                    async for output in stream:
+                        last = output
+                bar.update()
+                return last
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(*pair)) for pair in zip(prompts, params, strict=True)]
+        return [task.result() for task in tasks]
+
+
+def _stop(loop_thread: LoopThread, engine: AsyncLLM, own_loop: bool) -> None:
+    loop_thread.run(engine.shutdown())
+    if own_loop:
+        loop_thread.close()

@@ -1,0 +1,153 @@
+"""ModelGroup: the ranks of one generation with one model loaded on them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from epruntime.config import EngineConfig
+from epruntime.errors import ConfigError, EngineDeadError, RankLostError
+from epruntime.launchers.pool import RankHandle, RankPool
+
+logger = logging.getLogger("epruntime.engine.model_group")
+
+_STATS_TIMEOUT_S = 30.0
+_UNLOAD_TIMEOUT_S = 60.0
+
+
+class ModelGroup:
+    """Configures a generation on the first `expert_parallel_size` ranks of a pool and loads the model.
+
+    Attributes:
+        info: the model's ModelInfo as a dict; max_model_len: tokens, as the ranks agreed.
+        num_kv_blocks: KV blocks of each rank.
+        transport, experts_backend: what was chosen.
+    """
+
+    def __init__(
+        self, pool: RankPool, ranks: list[RankHandle], generation: int, transport: str, loaded: list[dict[str, Any]]
+    ) -> None:
+        self._pool = pool
+        self.ranks = ranks
+        self.generation = generation
+        self.transport = transport
+        self.info: dict[str, Any] = loaded[0]["info"]
+        self.max_model_len: int = loaded[0]["max_model_len"]
+        self.experts_backend: str = loaded[0]["experts_backend"]
+        self.num_kv_blocks: list[int] = [reply["num_kv_blocks"] for reply in loaded]
+        self.load_reports: list[dict[str, Any]] = [reply["load_report"] for reply in loaded]
+
+    @classmethod
+    async def load(
+        cls, config: EngineConfig, pool: RankPool, *, progress: Callable[[str, int, int], None] | None = None
+    ) -> ModelGroup:
+        """Raises whatever a rank raised: the first error in rank order, a lost rank before all others."""
+        parallel, cache, scheduler = config.parallel, config.cache, config.scheduler
+        size = parallel.expert_parallel_size
+        if size > len(pool.ranks):
+            raise ConfigError(f"expert_parallel_size={size}, but the pool has {len(pool.ranks)} ranks")
+        ranks = list(pool.ranks[:size])
+        generation = pool.next_generation()
+        host, port = pool.store_address
+        hosts = [rank.info.host for rank in ranks]
+        configured = await _gather([
+            rank.call(
+                "configure",
+                timeout_s=parallel.start_timeout_s,
+                generation=generation,
+                ep_rank=index,
+                world_size=size,
+                store_host=host,
+                store_port=port,
+                hosts=hosts,
+                transport=parallel.transport,
+                experts_backend=parallel.experts_backend,
+                invariance=parallel.invariance,
+                exchange_budget_tokens=parallel.exchange_budget_tokens,
+                step_timeout_s=parallel.step_timeout_s,
+                threads=parallel.threads_per_rank,
+            )
+            for index, rank in enumerate(ranks)
+        ])
+        memory = cache.kv_cache_memory_gb
+        loaded = await _gather([
+            rank.call(
+                "load",
+                timeout_s=parallel.load_timeout_s,
+                on_progress=_rank_progress(progress, index, size),
+                model=str(config.model.model),
+                dtype=config.model.dtype,
+                max_model_len=config.model.max_model_len,
+                block_size=cache.block_size,
+                num_kv_blocks=cache.num_kv_blocks,
+                kv_cache_memory_bytes=None if memory is None else int(memory * 2**30),
+                ranks_on_host=hosts.count(hosts[index]),
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            )
+            for index, rank in enumerate(ranks)
+        ])
+        return cls(pool, ranks, generation, configured[0]["transport"], loaded)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """One dict per rank: who it is, and its own statistics."""
+        replies = await _gather([rank.call("stats", timeout_s=_STATS_TIMEOUT_S) for rank in self.ranks])
+        out = []
+        for rank, reply, blocks, report in zip(
+            self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True
+        ):
+            info = rank.info
+            out.append({
+                "slot": info.slot,
+                "incarnation": info.incarnation,
+                "host": info.host,
+                "local_rank": info.local_rank,
+                "pid": info.pid,
+                "signature": dict(info.signature),
+                "num_kv_blocks": blocks,
+                "load": report,
+                **{key: value for key, value in reply.items() if key not in ("type", "id")},
+            })
+        return out
+
+    async def unload(self) -> None:
+        """Frees the model on all ranks; they stay up for the next one."""
+        await _gather([rank.call("unload", timeout_s=_UNLOAD_TIMEOUT_S) for rank in self.ranks])
+
+    def on_lost(self, callback: Callable[[EngineDeadError], None]) -> None:
+        """Calls back when a rank of this group is lost, also while no step runs."""
+        slots = {rank.info.slot for rank in self.ranks}
+
+        def mine(error: RankLostError) -> None:
+            if error.slot in slots:
+                callback(error)
+
+        self._pool.on_lost(mine)
+
+
+def _rank_progress(
+    progress: Callable[[str, int, int], None] | None, index: int, size: int
+) -> Callable[[dict[str, Any]], None] | None:
+    if progress is None:
+        return None
+    return lambda message: progress(f"rank {index}/{size} {message['what']}", message["done"], message["total"])
+
+
+async def _gather(calls: list[asyncio.Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Waits for all replies.
+
+    Raises:
+        RankLostError: at once, since the others may be waiting for the lost one.
+        the first other error, when all have answered, so that no rank is left in the middle of something.
+    """
+    pending = set(calls)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            if isinstance(call.exception(), RankLostError):
+                for other in pending:
+                    other.cancel()
+                call.result()
+    return [call.result() for call in calls]

@@ -1,0 +1,67 @@
+"""Ranks: rank processes that stay up while models come and go."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from epruntime.engine.loop_thread import LoopThread
+from epruntime.launchers.pool import RankPool
+
+
+class Ranks:
+    """Started once, used by one LLM after another, at any expert-parallel size up to their number.
+
+        with Ranks(4) as ranks:
+            for model in models:
+                with LLM(model, expert_parallel_size=4, ranks=ranks) as llm:
+                    ...
+
+    Args:
+        num_ranks: rank processes to start.
+        launcher: "local" or "ray"; ray_address: an existing cluster, None starts one on this machine.
+        threads_per_rank: compute threads; None divides this host's cores.
+        start_timeout_s: seconds within which all must have started.
+
+    Raises:
+        LaunchError: they did not start in time.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        launcher: str = "local",
+        ray_address: str | None = None,
+        threads_per_rank: int | None = None,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        self.loop_thread = LoopThread("epruntime-ranks")
+        try:
+            self.pool: RankPool = self.loop_thread.run(
+                RankPool.start(
+                    num_ranks,
+                    launcher=launcher,
+                    ray_address=ray_address,
+                    threads_per_rank=threads_per_rank,
+                    start_timeout_s=start_timeout_s,
+                )
+            )
+        except BaseException:
+            self.loop_thread.close()
+            raise
+
+    def shutdown(self) -> None:
+        """Stops the ranks. Safe to call again."""
+        if self.loop_thread.loop.is_closed():
+            return
+        self.loop_thread.run(self.pool.stop())
+        self.loop_thread.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        self.shutdown()
