@@ -44,6 +44,22 @@ class RequestAbortedError(EPRuntimeError):
     """The request was cancelled before it ended."""
 
 
+class RequestTimeoutError(EPRuntimeError, TimeoutError):
+    """The caller's own deadline passed before the request ended."""
+
+
+class UnavailableError(EPRuntimeError):
+    """Nothing takes requests here now: not reachable, loading, or draining.
+
+    Args:
+        retry_after_s: when a retry makes sense, in seconds; None if the server did not say.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
 class UnsupportedModelError(EPRuntimeError):
     """This checkpoint is refused, by name and reason."""
 
@@ -91,6 +107,8 @@ STATUS: tuple[tuple[type[BaseException], str, int], ...] = (
     (ConfigError, "INVALID_ARGUMENT", 400),
     (QueueFullError, "RESOURCE_EXHAUSTED", 429),
     (RequestAbortedError, "CANCELLED", 499),
+    (RequestTimeoutError, "DEADLINE_EXCEEDED", 504),
+    (UnavailableError, "UNAVAILABLE", 503),
     (EngineDeadError, "UNAVAILABLE", 503),
     (UnsupportedModelError, "FAILED_PRECONDITION", 400),
     (EPRuntimeError, "INTERNAL", 500),

@@ -39,6 +39,7 @@ class RequestMetrics:
     """Times in seconds on the engine's monotonic clock; None until reached."""
 
     arrival_time: float = 0.0
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0

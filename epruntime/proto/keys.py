@@ -1,0 +1,13 @@
+"""Names that client and server share outside the messages: metadata keys and the service's name."""
+
+from __future__ import annotations
+
+SERVICE = "epruntime.v1.Inference"
+
+#: Trailing metadata of a failed call (the request id is also in the initial metadata of Generate).
+ERROR = "epruntime-error"
+FIELD = "epruntime-field"
+RETRY_AFTER_MS = "epruntime-retry-after-ms"
+RANK = "epruntime-rank"
+HOST = "epruntime-host"
+REQUEST_ID = "epruntime-request-id"
