@@ -74,7 +74,7 @@ class LLM:
             One finished RequestOutput per prompt, in order.
 
         Raises:
-            InvalidRequestError: before anything is generated, if any prompt or parameter is refused.
+            InvalidRequestError: a prompt or parameter is refused; the other requests are ended too.
             EngineDeadError: the engine stopped.
         """
         items = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
@@ -125,17 +125,23 @@ class LLM:
     async def _generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
+        # more prompts than the engine queues are no error here: the rest wait their turn
+        slots = asyncio.Semaphore(self.config.scheduler.max_queued_requests)
         with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm) as bar:
 
             async def one(prompt: Prompt, param: SamplingParams) -> RequestOutput:
-                async with aclosing(self.engine.generate(prompt, param)) as stream:
+                async with slots, aclosing(self.engine.generate(prompt, param)) as stream:
                     async for output in stream:
                         last = output
                 bar.update()
                 return last
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*pair)) for pair in zip(prompts, params, strict=True)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(*pair)) for pair in zip(prompts, params, strict=True)]
+            except BaseExceptionGroup as errors:
+                # the group has ended the other requests; the caller wants the cause and not the bundle
+                raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
 

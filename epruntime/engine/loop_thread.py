@@ -19,20 +19,25 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine on the loop without waiting for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine to its end; an interrupt (Ctrl-C) cancels it, waits for its clean-up, and is raised."""
-        future = self.submit(coroutine)
+        """Runs a coroutine to its end and returns its result, or raises its error.
+
+        An interrupt (Ctrl-C) cancels the coroutine, waits until it has cleaned up, and is raised.
+        """
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = self.loop.create_task(coroutine)
+            tasks.append(task)
+            task.add_done_callback(lambda done: _transfer(done, outcome))
+
+        self.loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            return outcome.result()
         except KeyboardInterrupt:
-            future.cancel()
-            concurrent.futures.wait([future])
-            # cancelling the concurrent future returns before the coroutine has unwound: let the loop turn once
-            self.submit(asyncio.sleep(0)).result()
+            self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            concurrent.futures.wait([outcome])
             raise
 
     def close(self) -> None:
@@ -48,3 +53,12 @@ class LoopThread:
         finally:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+
+
+def _transfer(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        outcome.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())

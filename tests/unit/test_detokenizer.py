@@ -1,0 +1,108 @@
+"""Incremental decoding: equal to decoding at once, never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from epruntime.engine.detokenizer import Detokenizer, StopMatcher
+from epruntime.engine.tokenizer import Tokenizer
+
+
+def _byte_level() -> Tokenizer:
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"]
+    )
+    raw.train_from_iterator(["the quick brown fox", "over the lazy dog"], trainer)
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer.hf = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return _byte_level()
+
+
+def _pieces(tokenizer: Tokenizer, prompt: str, text: str) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode(prompt), skip_special_tokens=True)
+    return [detokenizer.push(token) for token in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize("text", ["the fox", "你好,世界", "a👩‍👩‍👧b", "naïve — café", "\n\n  x", "é"])
+def test_pieces_join_to_the_text_and_hold_no_half_character(tokenizer: Tokenizer, text: str) -> None:
+    pieces = _pieces(tokenizer, "the", text)
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40).filter(lambda t: "�" not in t))
+def test_any_text_survives(text: str) -> None:
+    tokenizer = _CACHED
+    assert "".join(_pieces(tokenizer, "the dog", text)) == text
+
+
+def test_a_character_that_never_ends_is_dropped(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.encode("x世")
+    detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=True)
+    assert "".join(detokenizer.push(token) for token in whole[:-1]) == "x"
+
+
+def test_endless_invalid_bytes_do_not_grow_the_window(tokenizer: Tokenizer) -> None:
+    continuation = tokenizer.encode("世")[-1]
+    detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=True)
+    for _ in range(500):
+        detokenizer.push(continuation)
+        assert len(detokenizer._ids) <= 140
+    # and good text behind them still comes out
+    assert "".join(detokenizer.push(t) for t in tokenizer.encode(" the fox")).endswith("the fox")
+
+
+def test_special_tokens_are_left_out_on_request(tokenizer: Tokenizer) -> None:
+    eos = tokenizer.hf.eos_token_id
+    for skip, expected in ((True, "ab"), (False, "a<eos>b")):
+        detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=skip)
+        ids = [*tokenizer.encode("a"), eos, *tokenizer.encode("b")]
+        assert "".join(detokenizer.push(token) for token in ids) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_matcher_against_the_whole_text(pieces: list[str], stops: list[str]) -> None:
+    matcher, shown, found = StopMatcher(stops), "", None
+    seen = ""
+    for piece in pieces:
+        text, found = matcher.push(piece)
+        shown, seen = shown + text, seen + piece
+        if found:
+            break
+        assert not any(stop in shown for stop in stops)
+    positions = [(seen.find(stop), -len(stop), stop) for stop in stops if stop in seen]
+    if positions:
+        at, _, stop = min(positions)
+        assert (shown, found) == (seen[:at], stop)
+    else:
+        assert found is None
+        assert shown + matcher.flush() == seen
+
+
+def test_stop_matcher_shows_what_cannot_be_a_stop_at_once() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("abcE") == ("abc", None)
+    assert matcher.push("x") == ("Ex", None)
+    assert matcher.push("EN") == ("", None)
+    assert matcher.push("D!") == ("", "END")
+
+
+_CACHED = _byte_level()
