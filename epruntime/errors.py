@@ -84,6 +84,10 @@ class ProtocolError(EPRuntimeError):
     """A frame on the control channel is malformed, oversized, or of an old generation."""
 
 
+class ConnectionClosedError(EPRuntimeError):
+    """The peer on the control channel is gone: end of stream, or the connection was reset."""
+
+
 class EngineDeadError(EPRuntimeError):
     """The engine cannot go on; every request it held has ended with this error."""
 
