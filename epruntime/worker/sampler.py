@@ -1,0 +1,167 @@
+"""From logits to tokens, one row at a time.
+
+row of logits -> greedy: argmax | temperature -> top-k -> top-p -> inverse CDF of one counter-based uniform
+              -> log-probabilities of the unmodified row, where asked
+
+Each row is treated by itself, with operations on that row alone, so that a request's tokens cannot
+depend on its batch-mates. The filters keep the same tokens as transformers' TemperatureLogitsWarper,
+TopKLogitsWarper and TopPLogitsWarper in that order, ties included.
+
+Shape letters: N rows, V vocabulary, C kept candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epruntime.plan import SamplingSpec, TokenLogprobs
+from epruntime.worker.philox import uniform
+
+#: Candidates that the nucleus is first looked for in; sorting all of a large vocabulary costs 20 times more.
+_NUCLEUS_CANDIDATES = 1024
+#: Bound of the rounding of a float32 softmax over a large vocabulary (its sum is the inexact part). A nucleus
+#: whose edge is nearer than this is found with the float32 arithmetic that transformers uses.
+_NUCLEUS_MARGIN = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """Outcome of N rows.
+
+    Attributes:
+        tokens: int32 [N]; -1 where the row is in `errors`.
+        logprobs: row -> log-probabilities, for rows that asked.
+        errors: row -> what is wrong with its logits.
+    """
+
+    tokens: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    errors: dict[int, str]
+
+
+def sample(logits_NV: torch.Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> SampledTokens:
+    """Chooses one token per row.
+
+    Args:
+        logits_NV: float32 [N, V]; `-inf` marks a token that cannot be chosen.
+        specs: N sampling parameters.
+        positions: N indices that the chosen tokens will have in their whole sequences.
+    """
+    assert logits_NV.dtype == torch.float32 and logits_NV.shape[0] == len(specs) == len(positions)
+    rows_NV = logits_NV.cpu().numpy()
+    tokens = np.full(len(specs), -1, np.int32)
+    logprobs: dict[int, TokenLogprobs] = {}
+    errors: dict[int, str] = {}
+    for i, (row_V, spec, position) in enumerate(zip(rows_NV, specs, positions, strict=True)):
+        best = int(row_V.argmax())  # the lowest id on ties; the first NaN where there is one
+        if not np.isfinite(row_V[best]):
+            errors[i] = f"the model's logits at position {position - 1} are not finite (largest: {row_V[best]})"
+            continue
+        token = best if spec.temperature == 0.0 else _draw(row_V, spec, uniform(spec.seed, position))
+        tokens[i] = token
+        if spec.logprobs >= 0:
+            logprobs[i] = token_logprobs(row_V, token, spec.logprobs)
+    return SampledTokens(tokens=tokens, logprobs=logprobs, errors=errors)
+
+
+def _draw(row_V: np.ndarray, spec: SamplingSpec, u: float) -> int:
+    """Inverse CDF in vocabulary order: the first kept token at which the cumulated probability exceeds u."""
+    scaled_V, kept_C = kept_tokens(row_V, spec)
+    kept = scaled_V if kept_C is None else scaled_V[kept_C]
+    cdf_C = np.cumsum(np.exp(kept.astype(np.float64) - float(kept.max())))
+    index = int(np.searchsorted(cdf_C, u * cdf_C[-1], side="right"))
+    return index if kept_C is None else int(kept_C[index])
+
+
+def kept_tokens(row_V: np.ndarray, spec: SamplingSpec) -> tuple[np.ndarray, np.ndarray | None]:
+    """Applies temperature, top-k and top-p to one finite row.
+
+    Returns:
+        The scaled float32 row [V], and the ids kept, int64 [C] ascending; None keeps all.
+    """
+    scaled_V = _scale(row_V, spec.temperature)
+    kept_C = None
+    if 0 < spec.top_k < scaled_V.size:
+        # As transformers: all that equal the k-th largest stay, so more than k can.
+        threshold = np.partition(scaled_V, scaled_V.size - spec.top_k)[scaled_V.size - spec.top_k]
+        kept_C = np.flatnonzero(scaled_V >= threshold)
+    if spec.top_p < 1.0:
+        nucleus_C = _nucleus_of_candidates(scaled_V, kept_C, spec.top_p)
+        kept_C = _nucleus_by_sorting(scaled_V, kept_C, spec.top_p) if nucleus_C is None else nucleus_C
+    return scaled_V, kept_C
+
+
+def _scale(row_V: np.ndarray, temperature: float) -> np.ndarray:
+    """Logits divided by the temperature in float32; a temperature so small that this overflows acts as its limit."""
+    scaled_V = (torch.from_numpy(row_V) / temperature).numpy()
+    if np.isfinite(scaled_V.max()):
+        return scaled_V
+    with np.errstate(over="ignore"):
+        return ((row_V.astype(np.float64) - float(row_V.max())) / temperature).astype(np.float32)
+
+
+def _nucleus_of_candidates(scaled_V: np.ndarray, kept_C: np.ndarray | None, top_p: float) -> np.ndarray | None:
+    """The nucleus, from the likeliest candidates only; None if they do not settle it.
+
+    A token stays if the tokens likelier than it sum to less than top_p (the complement of the rule in
+    `_nucleus_by_sorting`). Float64, where transformers has float32: an edge within the rounding of the
+    latter, or between equal logits, is left to `_nucleus_by_sorting`.
+    """
+    pool_C = scaled_V if kept_C is None else scaled_V[kept_C]
+    peak = float(pool_C.max())
+    total = float(np.exp(pool_C.astype(np.float64) - peak).sum())
+    top = torch.topk(torch.from_numpy(pool_C), min(_NUCLEUS_CANDIDATES, pool_C.size))
+    values, indices = top.values.numpy(), top.indices.numpy()
+    likelier = np.cumsum(np.exp(values.astype(np.float64) - peak)) / total  # what the next candidate has before it
+    if values.size == pool_C.size:
+        likelier = likelier[:-1]
+    size = int(np.searchsorted(likelier, top_p, side="left")) + 1
+    if size > values.size or (likelier.size and np.abs(likelier - top_p).min() <= _NUCLEUS_MARGIN):
+        return None
+    if size == values.size < pool_C.size or (size < values.size and values[size - 1] == values[size]):
+        return None  # equal logits on both sides of the edge, or the next one is not known
+    nucleus_C = indices[:size] if kept_C is None else kept_C[indices[:size]]
+    return np.sort(nucleus_C)
+
+
+def _nucleus_by_sorting(scaled_V: np.ndarray, kept_C: np.ndarray | None, top_p: float) -> np.ndarray:
+    """The nucleus with transformers' own arithmetic: ascending sort, float32 softmax, cumulated sum <= 1 - top_p goes.
+
+    Which of several equal logits at the edge stay is the choice of torch's unstable sort, taken over
+    as it is: a function of this row, equal to transformers under the same torch.
+    """
+    masked_V = torch.from_numpy(scaled_V)
+    if kept_C is not None:
+        kept = torch.from_numpy(kept_C)
+        masked_V = torch.full_like(masked_V, -torch.inf).index_copy_(0, kept, masked_V[kept])
+    ascending_V, order_V = torch.sort(masked_V, descending=False)
+    stays_V = ascending_V.softmax(dim=-1).cumsum(dim=-1) > (1 - top_p)
+    stays_V[-1] = True
+    return np.sort(order_V[stays_V].numpy())
+
+
+def token_logprobs(row_V: np.ndarray, token: int, num_top: int) -> TokenLogprobs:
+    """Natural log of the softmax of a row of unmodified logits, in float64.
+
+    Args:
+        row_V: float32 [V], finite maximum.
+        token: the chosen id.
+        num_top: how many of the most likely ids are reported, descending, the lowest id first on ties.
+    """
+    peak = float(row_V.max())
+    log_total = peak + float(np.log(np.exp(row_V.astype(np.float64) - peak).sum()))
+    num_top = min(num_top, row_V.size)
+    top_ids: tuple[int, ...] = ()
+    if num_top > 0:
+        threshold = np.partition(row_V, row_V.size - num_top)[row_V.size - num_top]
+        candidates = np.flatnonzero(row_V >= threshold)
+        top_ids = tuple(candidates[np.argsort(-row_V[candidates], kind="stable")[:num_top]].tolist())
+    return TokenLogprobs(
+        chosen=float(row_V[token]) - log_total,
+        top_ids=top_ids,
+        top_values=tuple(float(row_V[i]) - log_total for i in top_ids),
+    )
