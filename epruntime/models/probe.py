@@ -1,0 +1,248 @@
+"""One forward on the meta device that asks a model what its attention and experts do.
+
+The probe runs before any weight is read. It finds, for every layer: shapes of queries, keys and values; what the
+layer hands to the cache (latents, in multi-head latent attention); the window or chunk, which some families tell
+only to the mask; softcap and sinks. Whatever it does not understand is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from epruntime.errors import UnsupportedModelError
+from epruntime.models import adapter
+
+#: Arguments of attention functions that do not change what is computed in evaluation mode, or that
+#: the mask tells as well (`sliding_window`: eager attention, the reference, follows the mask alone).
+_NO_EFFECT = frozenset({
+    "dropout", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "cache_position", "cache", "past_key_values", "position_embeddings",
+})
+_PROBE_TOKENS = 5
+_FAR = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Which keys a query at position p sees: max(start)..p, start = 0 | p-window+1 | (p//chunk)*chunk. 0: none."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What one layer's attention was called with.
+
+    Attributes:
+        num_heads, key_dim, value_dim: of the queries, keys and values handed to attention.
+        num_kv_heads: key/value heads handed to attention.
+        cached_key, cached_value: (heads, dim) of what the layer handed to the cache, if it did.
+        scaling: factor on the scores; None means key_dim ** -0.5.
+        softcap: 0.0 for none.
+        sinks: one extra logit per head takes part in the softmax.
+    """
+
+    module_name: str
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    cached_key: tuple[int, int] | None
+    cached_value: tuple[int, int] | None
+    scaling: float | None
+    softcap: float
+    sinks: bool
+    visibility: Visibility
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Result of the probe: attention calls in layer order, and top-k per experts module."""
+
+    attention: tuple[AttentionCall, ...]
+    top_k: dict[str, int]
+
+
+class _Recorder:
+    """Collects the calls of one probe forward, and stands in for the cache."""
+
+    is_compileable = False
+    is_initialized = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.attention: list[AttentionCall] = []
+        self.top_k: dict[str, int] = {}
+        self.updates: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+
+    # What a model asks of a cache that has seen nothing.
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any,
+               **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        for tensor in (key, value):
+            if tensor.dim() != 4 or tensor.shape[2] != _PROBE_TOKENS:
+                raise UnsupportedModelError(f"layer {layer_idx} caches something of shape {tuple(tensor.shape)}, not "
+                                            "keys and values of [batch, heads, tokens, dim]")
+        self.updates[layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        return key, value
+
+    def on_attention(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                     attention_mask: Any, scaling: float | None = None, softcap: float | None = None,
+                     s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
+                     **others: Any) -> tuple[torch.Tensor, None]:
+        name = self.names[id(module)]
+        if any(call.module_name == name for call in self.attention):
+            raise UnsupportedModelError(f"{name} attends more than once in one forward")
+        unknown = sorted(k for k, v in others.items() if v is not None and k not in _NO_EFFECT)
+        if unknown:
+            raise UnsupportedModelError(f"attention of {name} uses {', '.join(unknown)}, which is not supported")
+        if is_causal is False:
+            raise UnsupportedModelError(f"attention of {name} is not causal")
+        if not isinstance(attention_mask, _Mask):
+            raise UnsupportedModelError(f"attention of {name} gets no mask of transformers' own making: what it may "
+                                        "see cannot be told")
+        if query.shape[2] != _PROBE_TOKENS or key.shape[2] != _PROBE_TOKENS or query.shape[1] % key.shape[1]:
+            raise UnsupportedModelError(f"attention of {name} has query {tuple(query.shape)}, key {tuple(key.shape)}: "
+                                        "not one key per token and heads in groups")
+        if s_aux is not None and s_aux.numel() != query.shape[1]:
+            raise UnsupportedModelError(f"attention of {name} has {s_aux.numel()} sinks for {query.shape[1]} heads")
+        cached = self.updates.pop(getattr(module, "layer_idx", -1), (None, None))
+        self.attention.append(AttentionCall(
+            module_name=name, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[3],
+            value_dim=value.shape[3], cached_key=cached[0], cached_value=cached[1],
+            scaling=None if scaling is None else float(scaling), softcap=float(softcap or 0.0),
+            sinks=s_aux is not None, visibility=attention_mask.visibility))
+        shape = (query.shape[0], _PROBE_TOKENS, query.shape[1], value.shape[3])
+        return torch.empty(shape, dtype=query.dtype, device=query.device), None
+
+    def on_experts(self, module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+                   top_k_weights: torch.Tensor) -> torch.Tensor:
+        name = self.names[id(module)]
+        if name in self.top_k:
+            raise UnsupportedModelError(f"{name} is called more than once in one forward")
+        if hidden_states.dim() != 2 or top_k_index.shape != top_k_weights.shape or top_k_index.dim() != 2:
+            raise UnsupportedModelError(
+                f"{name} is called with hidden states {tuple(hidden_states.shape)}, ids {tuple(top_k_index.shape)} and "
+                f"weights {tuple(top_k_weights.shape)}, not [T, H], [T, K], [T, K]")
+        self.top_k[name] = top_k_index.shape[1]
+        return torch.empty_like(hidden_states)
+
+
+def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
+    """Recognises full, sliding-window and chunked causal attention from a predicate.
+
+    Args:
+        sees: `sees(q, k)`, may the query at position q see the key at position k?
+
+    Raises:
+        UnsupportedModelError: it is none of the three, judged at positions around every boundary.
+    """
+    def first_seen(q: int) -> int:
+        low, high = 0, q
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if sees(q, middle) else (middle + 1, high)
+        return low
+
+    # The first query that does not see key 0 is at position `reach` for a window and for a chunk alike.
+    low, high = 1, _FAR
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if not sees(middle, 0) else (middle + 1, high)
+    reach = low
+    if reach >= _FAR:
+        found, reach = Visibility(), 0
+    elif first_seen(reach + 1) == reach:
+        found = Visibility(chunk=reach)
+    else:
+        found = Visibility(window=reach)
+
+    around = {q for base in (1, reach, 2 * reach, 7 * reach, 1000) for q in range(base - 1, base + 3) if q >= 0}
+    for q in sorted(around):
+        start = first_visible(found, q)
+        expected = {start: True, q: True, q + 1: False, (start + q) // 2: True}
+        if start > 0:
+            expected |= {start - 1: False, 0: False}
+        for k, visible in expected.items():
+            if sees(q, k) != visible:
+                raise UnsupportedModelError(f"the attention mask is neither full, nor a window, nor chunks: query {q} "
+                                            f"{'does not see' if visible else 'sees'} key {k}")
+    return found
+
+
+def first_visible(visibility: Visibility, position: int) -> int:
+    """First key position that the query at `position` sees."""
+    if visibility.window:
+        return max(0, position - visibility.window + 1)
+    if visibility.chunk:
+        return position // visibility.chunk * visibility.chunk
+    return 0
+
+
+class _Mask:
+    """What the probe's mask function returns in place of a mask. Looked into only if a layer uses it."""
+
+    def __init__(self, mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
+        self._function = mask_function
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        return visibility_of(self._sees)
+
+    def _sees(self, q: int, k: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(self._function(zero, zero, torch.tensor(q), torch.tensor(k)))
+
+
+def run_probe(model: torch.nn.Module) -> Probe:
+    """Runs the probe on a model that is on the meta device.
+
+    Raises:
+        UnsupportedModelError: anything that the serving hooks could not do alike.
+    """
+    recorder = _Recorder(model)
+    adapter.register(adapter.PROBE, attention=recorder.on_attention, experts=recorder.on_experts, mask=_Mask)
+    kind = type(model).__name__
+    try:
+        adapter.use_hooks(model, adapter.PROBE)
+        with torch.inference_mode():
+            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+            positions = torch.zeros_like(ids)
+            model(input_ids=ids, position_ids=positions, use_cache=False, **{adapter.cache_keyword(model): recorder})
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind}: {error}") from error
+    except Exception as error:  # whatever a foreign forward raises: it needs more than the hooks give
+        raise UnsupportedModelError(f"{kind}: its forward needs more than attention over keys and values and routed "
+                                    f"experts (for example recurrent state): {type(error).__name__}: {error}") from error
+    if recorder.updates:
+        raise UnsupportedModelError(f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not attend "
+                                    "through the attention interface")
+    return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
+
+
+def features_of(probe: Probe) -> frozenset[str]:
+    """Features of attention that a conformance test must cover, by name."""
+    found = set()
+    for call in probe.attention:
+        view = dataclasses.asdict(call.visibility)
+        found |= {name for name, size in view.items() if size}
+        if call.sinks:
+            found.add("sinks")
+        if call.softcap:
+            found.add("softcap")
+    return frozenset(found)
