@@ -31,6 +31,11 @@ VARIABLES: dict[str, tuple[Callable[[str], object], object, str]] = {
         "level of the epruntime logger",
     ),
     "EPRUNTIME_DISABLE_EXTENSION": (_flag, False, "1: run the plain-torch paths even if the extension is built"),
+    "EPRUNTIME_CPU_ISA": (
+        _choice("avx512", "avx2", "portable"),
+        "",
+        "instruction set of the C++ kernels; empty: the best that this CPU has",
+    ),
     "EPRUNTIME_CACHE_DIR": (str, "", "where sample models are kept; empty: ~/.cache/epruntime"),
 }
 
