@@ -1,0 +1,76 @@
+"""RankRequest: what a rank keeps of one request between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, NewRequest, SamplingSpec
+
+
+class RankRequest:
+    """Token history, KV blocks and sampling state of one live request.
+
+    Attributes:
+        num_tokens: known tokens: prompt and output so far.
+        num_computed: leading tokens whose KV is written once the running step ends.
+        decoding: it has sampled on this rank, and so computes its last token in every step unasked.
+        sampling: its SamplingSpec.
+    """
+
+    __slots__ = (
+        "_blocks", "_max_tokens", "_num_blocks", "_stop_ids", "_tokens", "decoding", "num_computed", "num_tokens",
+        "rid", "sampling",
+    )  # fmt: skip
+
+    def __init__(self, new: NewRequest, *, max_model_len: int) -> None:
+        self.rid = new.rid
+        self.sampling: SamplingSpec = new.sampling
+        self.num_tokens = len(new.token_ids)
+        self.num_computed = new.num_computed_tokens
+        self.decoding = False
+        self._max_tokens = min(new.num_prompt_tokens + new.sampling.max_tokens, max_model_len)
+        self._stop_ids = frozenset(new.sampling.stop_ids)
+        self._tokens = np.empty(max(self.num_tokens + 1, self._max_tokens), np.int32)
+        self._tokens[: self.num_tokens] = new.token_ids
+        self._blocks = np.empty(max(len(new.block_ids), 4), np.int32)
+        self._num_blocks = 0
+        self.grant(new.block_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Known tokens, int32 [num_tokens]; a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """KV blocks in position order, int32 [num_blocks]; a view."""
+        return self._blocks[: self._num_blocks]
+
+    def grant(self, block_ids: Sequence[int]) -> None:
+        """Appends KV blocks to the table."""
+        end = self._num_blocks + len(block_ids)
+        if end > self._blocks.size:
+            self._blocks = np.resize(self._blocks, max(end, 2 * self._blocks.size))
+        self._blocks[self._num_blocks : end] = block_ids
+        self._num_blocks = end
+
+    def accept(self, token: int) -> int:
+        """Appends a sampled token; returns FINISH_STOP, FINISH_LENGTH or FINISH_NONE."""
+        if self.num_tokens == self._tokens.size:
+            self._tokens = np.resize(self._tokens, self._tokens.size + 1)
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        self.decoding = True
+        if token in self._stop_ids:
+            return FINISH_STOP
+        return FINISH_LENGTH if self.num_tokens >= self._max_tokens else FINISH_NONE
