@@ -1,0 +1,392 @@
+"""GroupScheduler: decides, step by step, what one group's rank computes. Pure bookkeeping: no torch, no I/O, no clock.
+
+add -> waiting -> (admit) -> prefill chunks -> decode -> ending -> finished
+          ^--------- preempt (KV blocks ran out) ----'
+
+A plan is filled in this order, within max_num_batched_tokens: every running decode (one token each),
+then the next chunks of running prefills, then admissions, first come first served.
+
+What keeps a step cheap: a decode that merely continues is not touched. It advances by one position
+in every plan, so the step at which it needs its next KV block (`due`) and the last step it can reach
+(`end`) are known when it starts to decode; requests wait in buckets under those two step numbers.
+
+What makes several plans in flight safe: a plan counts on what earlier plans may do (upper bounds),
+and `apply` corrects. Blocks given up go through the quarantine (kv_cache.py); a preempted request
+takes its token still in flight into its history and is readmitted only when no plan in flight may
+have computed it.
+
+Why it cannot get stuck: a request gets all blocks of its known history when it is admitted, so only
+a decode can run out of them. It then waits (`hold`) for blocks in quarantine or of requests about to
+end, and otherwise preempts the running request that arrived last, possibly itself. The one that
+arrived first is preempted by nobody, and one request alone always fits (checked by `add`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+from epruntime.config import SchedulerConfig
+from epruntime.engine.in_flight import InFlightPlan
+from epruntime.engine.kv_cache import KVCacheManager
+from epruntime.engine.request import NEVER, RequestState, SchedulerRequest, StepBuckets
+from epruntime.errors import InvalidRequestError, ProtocolError
+from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult, TokenLogprobs
+
+
+class TokenUpdate(NamedTuple):
+    """One new token of a live request (a tuple, because one is made for every token).
+
+    Attributes:
+        token: the id; -1 with FINISH_ERROR. finish: FINISH_*. logprobs: if asked for.
+        error: with FINISH_ERROR what went wrong. num_preemptions: of the request so far.
+    """
+
+    rid: int
+    token: int
+    finish: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the scheduler was made.
+
+    Attributes:
+        preemptions: requests taken off the rank because KV blocks ran out.
+        holds: decodes that sat a step out, waiting for a KV block.
+        chunks: prefill pieces that left a part of the history to a later plan.
+        mixed_steps: plans with prefill and decode. empty_plans: plans that compute nothing.
+        prefill_tokens, decode_tokens: tokens planned (decodes: at most, a request may have stopped).
+        prefix_hit_tokens: tokens whose KV was found in the prefix cache.
+    """
+
+    preemptions: int = 0
+    holds: int = 0
+    chunks: int = 0
+    mixed_steps: int = 0
+    empty_plans: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+class GroupScheduler:
+    """Continuous batching for one group of ranks that shares a KV cache (today: one rank).
+
+    Args:
+        config: max_num_seqs and max_num_batched_tokens are obeyed; how many plans are kept in flight is
+            the caller's choice, step by step.
+        block_size, num_kv_blocks: geometry of the KV cache. prefix_caching: reuse blocks of equal histories.
+        max_model_len: longest prompt plus output in tokens.
+        generation: stamped on every plan; results of another one are refused.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, block_size: int, num_kv_blocks: int, prefix_caching: bool,
+                 max_model_len: int, generation: int = 0) -> None:
+        # every decode needs a token per step, so more sequences than tokens could never run at once
+        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self.generation = generation
+        self.placement_version = 0
+        self.counters = SchedulerCounters()
+        self._kv = KVCacheManager(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
+        self._num_added = 0
+        self._requests: dict[int, SchedulerRequest] = {}
+        self._waiting: OrderedDict[int, SchedulerRequest] = OrderedDict()
+        self._prefilling: dict[SchedulerRequest, None] = {}
+        self._decoding: set[SchedulerRequest] = set()
+        self._ending: set[SchedulerRequest] = set()
+        self._due = StepBuckets()
+        self._ends = StepBuckets()
+        self._drops: list[int] = []
+        self._in_flight: deque[InFlightPlan] = deque()
+        self._planned_step = -1
+        self._applied_step = -1
+
+    # ---- what the caller asks and tells
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt plus output that `add` accepts. The last token is sampled and never computed: hence + 1."""
+        return min(self._max_model_len, self._kv.max_tokens + 1)
+
+    @property
+    def num_running(self) -> int:
+        """Requests on the rank. May exceed max_num_seqs by those whose last token is in flight."""
+        return len(self._prefilling) + len(self._decoding) + len(self._ending)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1; cached blocks that nobody references count as free."""
+        return self._kv.usage
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan made now would compute something, if every token in flight is one that does not stop."""
+        if self._decoding or self._prefilling:
+            return True
+        return bool(self._waiting) and self._admissible(next(iter(self._waiting.values()))) is not None
+
+    def add(self, rid: int, prompt_token_ids: Sequence[int], spec: SamplingSpec) -> None:
+        """Queues a request. Its output ends at max_model_len at the latest.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, leaves no room for output, or could never fit in the KV cache.
+            ValueError: `rid` is in use.
+        """
+        if rid in self._requests:
+            raise ValueError(f"rid={rid} is in use")
+        num_prompt = len(prompt_token_ids)
+        if not 0 < num_prompt < self._max_model_len:
+            raise InvalidRequestError(f"must have 1 to {self._max_model_len - 1} tokens (max_model_len="
+                                      f"{self._max_model_len}, at least one for output)",
+                                      field="prompt", value=f"{num_prompt} tokens")
+        max_tokens = min(spec.max_tokens, self._max_model_len - num_prompt)
+        if max_tokens < 1:
+            raise InvalidRequestError("must be at least 1", field="max_tokens", value=spec.max_tokens)
+        if num_prompt + max_tokens > self.max_request_tokens:
+            raise InvalidRequestError(
+                f"with a prompt of {num_prompt} tokens the request needs {num_prompt + max_tokens} tokens and the KV "
+                f"cache holds {self.max_request_tokens}: shorten either, or enlarge the KV cache",
+                field="max_tokens", value=spec.max_tokens)
+        if max_tokens != spec.max_tokens:
+            spec = replace(spec, max_tokens=max_tokens)
+        request = SchedulerRequest(rid=rid, arrival=self._num_added, token_ids=list(prompt_token_ids),
+                                   num_prompt_tokens=num_prompt, spec=spec)
+        self._num_added += 1
+        self._requests[rid] = self._waiting[rid] = request
+
+    def drop(self, rid: int) -> None:
+        """Forgets a request in any state; results still to come for it are ignored. Nothing to do if it has ended."""
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        if request.state is not RequestState.WAITING:
+            self._drops.append(rid)
+        self._remove(request)
+
+    def plan(self, step: int) -> StepPlan:
+        """The rank's part of lockstep step `step`, counted as in flight from now on. An idle group's plan is empty.
+
+        Raises:
+            ValueError: `step` does not follow the last one.
+        """
+        if self._planned_step >= 0 and step != self._planned_step + 1:
+            raise ValueError(f"plan of step {step} asked after that of step {self._planned_step}")
+        draft = InFlightPlan(step, self.generation)
+        preempted = self._grant_due_blocks(draft)
+        draft.num_decodes = len(self._decoding) - len(draft.hold)
+        budget = self._max_num_batched_tokens - draft.num_decodes
+        for request in list(self._prefilling):
+            budget -= self._prefill(draft, request, budget)
+        if not preempted and not draft.hold:  # else blocks are short: those who run come first
+            self._admit(draft, budget)
+        for request in self._ends.pop(step):
+            self._decoding.remove(request)
+            self._ending.add(request)
+            request.state = RequestState.ENDING
+            draft.ending.append(request)
+
+        counters, num_prefill = self.counters, sum(draft.prefill.values())
+        counters.prefill_tokens += num_prefill
+        counters.decode_tokens += draft.num_decodes
+        counters.mixed_steps += bool(num_prefill and draft.num_decodes)
+        counters.empty_plans += not (num_prefill or draft.num_decodes)
+        plan = draft.to_plan(drop=self._drops, placement_version=self.placement_version)
+        self._drops = []
+        self._in_flight.append(draft)
+        self._planned_step = step
+        return plan
+
+    def apply(self, result: StepResult) -> list[TokenUpdate]:
+        """Takes the result of the oldest plan in flight; returns the new tokens of requests that still live.
+
+        Raises:
+            ProtocolError: the result does not answer that plan.
+        """
+        if not self._in_flight:
+            raise ProtocolError(f"result of step {result.step}, and no plan is in flight")
+        flight = self._in_flight[0]
+        flight.check(result)
+        self._in_flight.popleft()
+        self._applied_step = result.step
+        rids, errors, logprobs = result.rids.tolist(), result.errors, result.logprobs
+        self._confirm_prefill(flight, set(rids), errors)
+        updates = []
+        requests, confirm = self._requests, self._kv.confirm
+        finish_codes = result.finish.tolist()
+        for i, (rid, token, finish) in enumerate(zip(rids, result.tokens.tolist(), finish_codes, strict=True)):
+            request = requests.get(rid)
+            if request is None:
+                continue
+            if finish != FINISH_ERROR:
+                tokens = request.token_ids
+                if len(tokens) >= request.publish_at:  # all but the new token are computed now
+                    confirm(request, len(tokens))
+                tokens.append(token)
+            if finish:
+                self._remove(request)
+            updates.append(TokenUpdate(rid, token, finish, logprobs.get(i), errors.get(rid), request.num_preemptions))
+        for request in flight.ending:
+            if request.state is RequestState.ENDING:
+                raise ProtocolError(f"result of step {result.step}: request {request.rid} has reached max_tokens="
+                                    f"{request.spec.max_tokens} and the rank has not ended it")
+        self._kv.end_step(result.step)
+        return updates
+
+    # ---- parts of plan
+
+    def _grant_due_blocks(self, draft: InFlightPlan) -> bool:
+        """Gives each decode that enters a new KV block that block, else holds it; whether someone was preempted."""
+        due = self._due.pop(draft.step)
+        due.sort(key=lambda request: request.arrival)
+        preempted, returning = False, 0
+        for request in due:
+            if request.state is not RequestState.DECODE:  # preempted by an earlier one of this loop
+                continue
+            block = self._kv.grow(request)
+            while block is None:
+                if returning < 1:
+                    returning = self._num_returning_blocks() - len(draft.hold)
+                if returning > 0:
+                    break
+                victim = max(chain(self._decoding, self._prefilling), key=lambda r: r.arrival)
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+                block = self._kv.grow(request)
+            if block is not None:
+                draft.blocks[request.rid] = (block,)
+                self._file_due(request, draft.step + self._kv.block_size)
+            elif request.state is RequestState.DECODE:
+                returning -= 1
+                self._hold(draft, request)
+        return preempted
+
+    def _hold(self, draft: InFlightPlan, request: SchedulerRequest) -> None:
+        """The request sits this step out, which shifts all that is foreseen for it by one step."""
+        draft.hold.append(request.rid)
+        self.counters.holds += 1
+        self._ends.discard(request.end, request)
+        request.end += 1
+        self._ends.add(request.end, request)
+        self._file_due(request, draft.step + 1)
+
+    def _preempt(self, request: SchedulerRequest) -> None:
+        """Takes a request off the rank and puts it first in the queue, to be computed again."""
+        self.counters.preemptions += 1
+        request.num_preemptions += 1
+        request.ready_after = self._planned_step
+        self._drops.append(request.rid)
+        self._leave_rank(request)
+        request.state = RequestState.WAITING
+        self._waiting[request.rid] = request
+        self._waiting.move_to_end(request.rid, last=False)
+
+    def _prefill(self, draft: InFlightPlan, request: SchedulerRequest, budget: int) -> int:
+        """Plans the next piece of a history, at most `budget` tokens; returns how many."""
+        remaining = len(request.token_ids) - request.num_scheduled
+        count = min(remaining, budget)
+        if count < 1:
+            return 0
+        draft.prefill[request.rid] = count
+        request.num_scheduled += count
+        draft.pieces.append((request, request.num_scheduled, count == remaining))
+        if count < remaining:
+            self.counters.chunks += 1
+        else:
+            self._start_decoding(request, draft.step)
+        return count
+
+    def _start_decoding(self, request: SchedulerRequest, step: int) -> None:
+        """`step` computes the end of the known history and samples; from the next step on the request decodes."""
+        del self._prefilling[request]
+        self._decoding.add(request)
+        request.state = RequestState.DECODE
+        request.end = step + request.num_remaining_tokens - 1
+        self._ends.add(request.end, request)
+        # step + 1 writes position len(token_ids), and each later step the next one
+        self._file_due(request, step + 1 + len(request.block_ids) * self._kv.block_size - len(request.token_ids))
+
+    def _file_due(self, request: SchedulerRequest, step: int) -> None:
+        request.due = step if step <= request.end else NEVER
+        if request.due != NEVER:
+            self._due.add(step, request)
+
+    def _admit(self, draft: InFlightPlan, budget: int) -> None:
+        """Takes requests off the queue, strictly in order, as long as sequences, tokens and blocks suffice."""
+        while self._waiting and budget > 0:
+            rid, request = next(iter(self._waiting.items()))
+            found = self._admissible(request)
+            if found is None:
+                return
+            del self._waiting[rid]
+            hits, need = found
+            self._kv.admit(request, hits, need)
+            request.num_scheduled = len(hits) * self._kv.block_size
+            self.counters.prefix_hit_tokens += request.num_scheduled
+            request.state = RequestState.PREFILL
+            self._prefilling[request] = None
+            draft.new.append(NewRequest(
+                rid=rid, token_ids=tuple(request.token_ids), num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_scheduled, block_ids=tuple(request.block_ids), sampling=request.spec))
+            budget -= self._prefill(draft, request, budget)
+
+    def _admissible(self, request: SchedulerRequest) -> tuple[list[int], int] | None:
+        """(cached blocks, blocks to allocate) if the first in the queue could run now, else None."""
+        if request.ready_after > self._applied_step:
+            return None
+        if len(self._prefilling) + len(self._decoding) >= self._max_num_seqs:
+            return None
+        return self._kv.match(request)
+
+    def _num_returning_blocks(self) -> int:
+        """KV blocks that come back without anyone being preempted."""
+        tables: Iterable[list[int]] = (request.block_ids for request in self._ending)
+        return self._kv.pool.num_returning(tables)
+
+    # ---- parts of apply, and leaving
+
+    def _confirm_prefill(self, flight: InFlightPlan, sampled: set[int], errors: dict[int, str]) -> None:
+        for request, num_computed, samples in flight.pieces:
+            if request.state is RequestState.GONE or request.rid in errors:
+                continue
+            if samples != (request.rid in sampled):
+                raise ProtocolError(
+                    f"result of step {flight.step}: request {request.rid} was to be computed up to token "
+                    f"{num_computed} of {len(request.token_ids)} and {'no' if samples else 'a'} token came back")
+            if request.state is not RequestState.WAITING:
+                self._kv.confirm(request, num_computed)
+
+    def _remove(self, request: SchedulerRequest) -> None:
+        del self._requests[request.rid]
+        if request.state is RequestState.WAITING:
+            del self._waiting[request.rid]
+        else:
+            self._leave_rank(request)
+        request.state = RequestState.GONE
+
+    def _leave_rank(self, request: SchedulerRequest) -> None:
+        last_touched = self._planned_step
+        if request.state is RequestState.ENDING:
+            self._ending.remove(request)
+            last_touched = request.end
+        elif request.state is RequestState.PREFILL:
+            del self._prefilling[request]
+        else:
+            self._decoding.remove(request)
+            self._ends.discard(request.end, request)
+            self._due.discard(request.due, request)
+        self._kv.release(request, last_touched)
