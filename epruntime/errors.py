@@ -60,6 +60,10 @@ class UnavailableError(EPRuntimeError):
         super().__init__(message)
 
 
+class RequestFailedError(EPRuntimeError):
+    """This request alone could not go on (for example its logits were not numbers); others are untouched."""
+
+
 class UnsupportedModelError(EPRuntimeError):
     """This checkpoint is refused, by name and reason."""
 

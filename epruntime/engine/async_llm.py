@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,19 @@ class AsyncLLM:
         self._group = group
         self._own_pool = pool
         self._tokenizer = tokenizer
+        schedulers = [
+            GroupScheduler(
+                config.scheduler,
+                block_size=config.cache.block_size,
+                num_kv_blocks=blocks,
+                prefix_caching=config.cache.enable_prefix_caching,
+                max_model_len=group.max_model_len,
+                generation=group.generation,
+            )
+            for blocks in group.num_kv_blocks
+        ]
         self.limits = Limits(
-            max_model_len=min(group.max_model_len, min(group.num_kv_blocks) * config.cache.block_size),
+            max_model_len=min(scheduler.max_request_tokens for scheduler in schedulers),
             vocab_size=group.info["vocab_size"],
             eos_token_ids=tuple(group.info["eos_token_ids"]),
         )
@@ -61,17 +72,6 @@ class AsyncLLM:
         self._rids = itertools.count(1)
         self._draining = False
         self._started = time.time()
-        schedulers = [
-            GroupScheduler(
-                config.scheduler,
-                block_size=config.cache.block_size,
-                num_kv_blocks=blocks,
-                prefix_caching=config.cache.enable_prefix_caching,
-                max_model_len=self.limits.max_model_len,
-                generation=group.generation,
-            )
-            for blocks in group.num_kv_blocks
-        ]
         self._core = EngineCore(config, group.ranks, schedulers, on_updates=self._on_updates, on_dead=self._on_dead)
         group.on_lost(self._on_rank_lost)
 
@@ -124,7 +124,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Streams a request's output; each item holds the whole output so far, the last has `finished`.
 
         Leaving the iterator early (break, cancellation) aborts the request and frees its KV blocks.
@@ -245,7 +245,7 @@ class AsyncLLM:
             state = self._requests.get(update.rid)
             if state is None or state.finished:
                 continue
-            state.add_token(update.token, update.finish, update.logprobs)
+            state.update(update)
             if state.finished:  # by a stop string, or by the rank, for which dropping does nothing
                 self._core.drop(update.rid)
 

@@ -1,6 +1,6 @@
 """One live request on the front end's side: tokens in, RequestOutput out.
 
-TokenUpdate -> RequestState.add_token -> (detokenise, stop strings) -> snapshot() -> the caller's stream
+TokenUpdate -> RequestState.update -> (detokenise, stop strings) -> snapshot() -> the caller's stream
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import replace
 
 from epruntime.engine.detokenizer import Detokenizer, StopMatcher
 from epruntime.engine.processor import EngineRequest
+from epruntime.engine.scheduler import TokenUpdate
 from epruntime.engine.tokenizer import Tokenizer
+from epruntime.errors import RequestFailedError
 from epruntime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, TokenLogprobs
+from epruntime.plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, TokenLogprobs
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
@@ -39,9 +41,15 @@ class RequestState:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    def add_token(self, token: int, finish: int, logprobs: TokenLogprobs | None) -> None:
+    def update(self, update: TokenUpdate) -> None:
         """Takes the next token; afterwards `finished` says whether a rank or a stop string has ended the request."""
+        token, finish, logprobs = update.token, update.finish, update.logprobs
+        if finish == FINISH_ERROR:
+            self.fail(RequestFailedError(f"request {self.request.request_id}: {update.error}"))
+            return
         output, now = self.output, time.monotonic()
+        if update.num_preemptions != self.metrics.num_preemptions:
+            self.metrics = replace(self.metrics, num_preemptions=update.num_preemptions)
         if self.metrics.first_token_time is None:
             self.metrics = replace(self.metrics, first_token_time=now)
         output.token_ids.append(token)

@@ -1,0 +1,63 @@
+"""How clear-cut a model's decisions are: a reference run whose margins are thin proves nothing about equality.
+
+Every selection inside a forward (top-k or argmax over experts or groups) is watched, whatever the family's formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_TOPK = {torch.topk, torch.Tensor.topk}
+_MAX = {torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax}
+
+
+@dataclass
+class Margin:
+    """Least gap seen between a selected entry and the best entry not selected."""
+
+    least: float = math.inf
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, margin: Margin) -> None:
+        super().__init__()
+        self.margin = margin
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _TOPK and args[0].is_floating_point():
+            self._note(args[0], args[1] if len(args) > 1 else kwargs["k"])
+        elif func in _MAX and args[0].is_floating_point() and (kwargs.get("dim") in (-1, 1) or -1 in args[1:]):
+            self._note(args[0], 1)
+        return func(*args, **kwargs)
+
+    def _note(self, scores: torch.Tensor, k: int) -> None:
+        with torch._C.DisableTorchFunction():
+            if k >= scores.shape[-1] or scores.numel() == 0:
+                return
+            values = torch.sort(scores.double(), dim=-1, descending=True).values
+            gap = values[..., k - 1] - values[..., k]
+            gap = gap[torch.isfinite(gap)]
+            if gap.numel():
+                self.margin.least = min(self.margin.least, float(gap.min()))
+
+
+@contextmanager
+def watch_selections() -> Iterator[Margin]:
+    """Records the least gap of every top-k and argmax over the last dimension in the block."""
+    margin = Margin()
+    with _Watch(margin):
+        yield margin
+
+
+def top1_margin(logits_TV: torch.Tensor) -> float:
+    """Least gap between the best and the second-best logit over all rows."""
+    best = logits_TV.double().topk(2, dim=-1).values
+    return float((best[:, 0] - best[:, 1]).min())
