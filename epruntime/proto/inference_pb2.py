@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pruntime/proto/inference.proto\x12\x0c\x65pruntime.v1\"\xc0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.epruntime.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.epruntime.v1.ChatH\x00\x12.\n\x08sampling\x18\n \x01(\x0b\x32\x1c.epruntime.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.epruntime.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x06\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\xef\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.epruntime.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.epruntime.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x12\r\n\x05\x66inal\x18\t \x01(\x08\x12\"\n\x05usage\x18\n \x01(\x0b\x32\x13.epruntime.v1.Usage\x12\x11\n\x04seed\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12$\n\x06timing\x18\x0c \x01(\x0b\x32\x14.epruntime.v1.TimingB\r\n\x0bstop_reasonB\x07\n\x05_seed\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.epruntime.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.epruntime.v1.TokenLogprob\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\r\n\x05token\x18\x03 \x01(\t\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\"\x81\x01\n\x06Timing\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05\x65\x32\x65_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x05\x42\n\n\x08_queue_sB\t\n\x07_ttft_sB\x08\n\x06_e2e_s\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x16\n\x14GetServerInfoRequest\"\xa5\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.epruntime.v1.ServerState\x12\x14\n\x0cstate_reason\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x18\n\x10running_requests\x18\x06 \x01(\x05\x12\x1c\n\x14\x65xpert_parallel_size\x18\n \x01(\x05\x12!\n\x05ranks\x18\x0b \x03(\x0b\x32\x12.epruntime.v1.Rank\x12,\n\x0b\x65xpert_load\x18\x0c \x03(\x0b\x32\x17.epruntime.v1.LayerLoad\x12\x11\n\tinfo_json\x18\x1e \x01(\t\"i\n\x04Rank\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nlocal_rank\x18\x04 \x01(\x05\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x0f\n\x07\x65p_rank\x18\x06 \x01(\x05\"N\n\tLayerLoad\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x19\n\x11tokens_per_expert\x18\x02 \x03(\x03\x12\x17\n\x0ftokens_per_rank\x18\x03 \x03(\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x8f\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x15\n\x11SERVER_STATE_DEAD\x10\x04\x32\xf4\x01\n\tInference\x12K\n\x08Generate\x12\x1d.epruntime.v1.GenerateRequest\x1a\x1e.epruntime.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.epruntime.v1.AbortRequest\x1a\x1b.epruntime.v1.AbortResponse\x12X\n\rGetServerInfo\x12\".epruntime.v1.GetServerInfoRequest\x1a#.epruntime.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pruntime/proto/inference.proto\x12\x0c\x65pruntime.v1\"\xc0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.epruntime.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.epruntime.v1.ChatH\x00\x12.\n\x08sampling\x18\n \x01(\x0b\x32\x1c.epruntime.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.epruntime.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x06\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\xef\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.epruntime.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.epruntime.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x12\r\n\x05\x66inal\x18\t \x01(\x08\x12\"\n\x05usage\x18\n \x01(\x0b\x32\x13.epruntime.v1.Usage\x12\x11\n\x04seed\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12$\n\x06timing\x18\x0c \x01(\x0b\x32\x14.epruntime.v1.TimingB\r\n\x0bstop_reasonB\x07\n\x05_seed\"j\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.epruntime.v1.TokenLogprob\x12*\n\x06others\x18\x02 \x03(\x0b\x32\x1a.epruntime.v1.TokenLogprob\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\r\n\x05token\x18\x03 \x01(\t\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\"\x81\x01\n\x06Timing\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05\x65\x32\x65_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x05\x42\n\n\x08_queue_sB\t\n\x07_ttft_sB\x08\n\x06_e2e_s\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x16\n\x14GetServerInfoRequest\"\xa5\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.epruntime.v1.ServerState\x12\x14\n\x0cstate_reason\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x18\n\x10running_requests\x18\x06 \x01(\x05\x12\x1c\n\x14\x65xpert_parallel_size\x18\n \x01(\x05\x12!\n\x05ranks\x18\x0b \x03(\x0b\x32\x12.epruntime.v1.Rank\x12,\n\x0b\x65xpert_load\x18\x0c \x03(\x0b\x32\x17.epruntime.v1.LayerLoad\x12\x11\n\tinfo_json\x18\x1e \x01(\t\"i\n\x04Rank\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nlocal_rank\x18\x04 \x01(\x05\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x0f\n\x07\x65p_rank\x18\x06 \x01(\x05\"N\n\tLayerLoad\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x19\n\x11tokens_per_expert\x18\x02 \x03(\x03\x12\x17\n\x0ftokens_per_rank\x18\x03 \x03(\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x8f\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x15\n\x11SERVER_STATE_DEAD\x10\x04\x32\xf4\x01\n\tInference\x12K\n\x08Generate\x12\x1d.epruntime.v1.GenerateRequest\x1a\x1e.epruntime.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.epruntime.v1.AbortRequest\x1a\x1b.epruntime.v1.AbortResponse\x12X\n\rGetServerInfo\x12\".epruntime.v1.GetServerInfoRequest\x1a#.epruntime.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'epruntime.proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2017
-  _globals['_FINISHREASON']._serialized_end=2137
-  _globals['_SERVERSTATE']._serialized_start=2140
-  _globals['_SERVERSTATE']._serialized_end=2283
+  _globals['_FINISHREASON']._serialized_start=2020
+  _globals['_FINISHREASON']._serialized_end=2140
+  _globals['_SERVERSTATE']._serialized_start=2143
+  _globals['_SERVERSTATE']._serialized_end=2286
   _globals['_GENERATEREQUEST']._serialized_start=50
   _globals['_GENERATEREQUEST']._serialized_end=242
   _globals['_TOKENIDS']._serialized_start=244
@@ -48,25 +48,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE']._serialized_start=730
   _globals['_GENERATERESPONSE']._serialized_end=1097
   _globals['_POSITIONLOGPROBS']._serialized_start=1099
-  _globals['_POSITIONLOGPROBS']._serialized_end=1202
-  _globals['_TOKENLOGPROB']._serialized_start=1204
-  _globals['_TOKENLOGPROB']._serialized_end=1268
-  _globals['_USAGE']._serialized_start=1270
-  _globals['_USAGE']._serialized_end=1323
-  _globals['_TIMING']._serialized_start=1326
-  _globals['_TIMING']._serialized_end=1455
-  _globals['_ABORTREQUEST']._serialized_start=1457
-  _globals['_ABORTREQUEST']._serialized_end=1491
-  _globals['_ABORTRESPONSE']._serialized_start=1493
-  _globals['_ABORTRESPONSE']._serialized_end=1508
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1510
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1532
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1535
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1828
-  _globals['_RANK']._serialized_start=1830
-  _globals['_RANK']._serialized_end=1935
-  _globals['_LAYERLOAD']._serialized_start=1937
-  _globals['_LAYERLOAD']._serialized_end=2015
-  _globals['_INFERENCE']._serialized_start=2286
-  _globals['_INFERENCE']._serialized_end=2530
+  _globals['_POSITIONLOGPROBS']._serialized_end=1205
+  _globals['_TOKENLOGPROB']._serialized_start=1207
+  _globals['_TOKENLOGPROB']._serialized_end=1271
+  _globals['_USAGE']._serialized_start=1273
+  _globals['_USAGE']._serialized_end=1326
+  _globals['_TIMING']._serialized_start=1329
+  _globals['_TIMING']._serialized_end=1458
+  _globals['_ABORTREQUEST']._serialized_start=1460
+  _globals['_ABORTREQUEST']._serialized_end=1494
+  _globals['_ABORTRESPONSE']._serialized_start=1496
+  _globals['_ABORTRESPONSE']._serialized_end=1511
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1513
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1535
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1538
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1831
+  _globals['_RANK']._serialized_start=1833
+  _globals['_RANK']._serialized_end=1938
+  _globals['_LAYERLOAD']._serialized_start=1940
+  _globals['_LAYERLOAD']._serialized_end=2018
+  _globals['_INFERENCE']._serialized_start=2289
+  _globals['_INFERENCE']._serialized_end=2533
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,232 @@
+"""Requests and answers between our types and their wire form; shared by Client and AsyncClient."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epruntime.client.types import Chunk, GenerateResult, LayerLoad, Rank, ServerInfo, Timing, Usage
+from epruntime.errors import EPRuntimeError, InvalidRequestError
+from epruntime.outputs import CompletionOutput, Logprob
+from epruntime.proto import inference_pb2 as pb
+from epruntime.sampling_params import SamplingParams
+
+#: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": [{"role", "content"}, ...]}
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_UNSPECIFIED: None,
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+
+def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """One prompt or a list of them, as a list; and whether it was one (a list of integers is one)."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts], True
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items], True
+    return items, False
+
+
+def split_params(params: Any, overrides: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Sampling fields to send for each of `count` prompts: of one SamplingParams, or one each, or keywords.
+
+    Raises:
+        InvalidRequestError: a value makes no sense, or the numbers differ.
+        TypeError: an unknown keyword, or parameters given both ways.
+    """
+    if overrides:
+        if params is not None:
+            raise TypeError("give sampling parameters as a SamplingParams or as keywords, not as both")
+        SamplingParams(**overrides)  # refuses unknown names and values before anything is sent
+        return [overrides] * count
+    if params is None:
+        return [{}] * count
+    if isinstance(params, SamplingParams):
+        return [params.to_wire()] * count
+    given = list(params)
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"{count} prompts need as many sampling parameters, or one for all",
+            field="sampling_params",
+            value=f"{len(given)} of them",
+        )
+    return [p.to_wire() for p in given]
+
+
+def request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None = None) -> pb.GenerateRequest:
+    """The message for one prompt; draws a request id where none is given, so that it can be aborted by it.
+
+    Raises:
+        InvalidRequestError: it cannot be put into a message.
+    """
+    message = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex)
+    try:
+        _set_prompt(message, prompt)
+        _set_sampling(message.sampling, sampling)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, EPRuntimeError):
+            raise
+        raise InvalidRequestError(f"the request cannot be put into a message: {error}") from error
+    return message
+
+
+def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids", "messages"}:
+            raise InvalidRequestError(
+                "a prompt dict has exactly one key: 'prompt', 'prompt_token_ids' or 'messages'",
+                field="prompt",
+                value=sorted(map(str, prompt)),
+            )
+        if "messages" in prompt:
+            message.chat.SetInParent()
+            for entry in prompt["messages"]:
+                message.chat.messages.append(_chat_message(entry))
+            return
+        prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+    if isinstance(prompt, str):
+        try:
+            message.text = prompt
+        except ValueError as error:  # UnicodeEncodeError among them: half of a surrogate pair
+            raise InvalidRequestError(f"is not valid Unicode: {error}", field="prompt") from error
+    else:
+        message.token_ids.SetInParent()
+        try:
+            message.token_ids.ids.extend(prompt)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(
+                f"must be text or a list of token ids: {error}", field="prompt", value=type(prompt).__name__
+            ) from error
+
+
+def _chat_message(entry: Any) -> pb.ChatMessage:
+    if not isinstance(entry, Mapping) or entry.keys() != {"role", "content"}:
+        raise InvalidRequestError(
+            "each message is a dict with 'role' and 'content', both text", field="messages", value=entry
+        )
+    try:
+        return pb.ChatMessage(role=entry["role"], content=entry["content"])
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"role and content must be text: {error}", field="messages", value=entry) from error
+
+
+def _set_sampling(message: pb.SamplingParams, sampling: Mapping[str, Any]) -> None:
+    for name, value in sampling.items():
+        if name == "max_tokens" and value is None:
+            value = -1
+        if value is None:
+            continue
+        if name == "stop":
+            message.stop.extend((value,) if isinstance(value, str) else value)
+        elif name == "stop_token_ids":
+            message.stop_token_ids.extend(value)
+        else:
+            setattr(message, name, value)
+
+
+def chunk(message: pb.GenerateResponse, request_id: str) -> Chunk:
+    """One piece of output."""
+    stop = message.WhichOneof("stop_reason")
+    return Chunk(
+        request_id=request_id,
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(_logprobs(p) for p in message.logprobs) if message.logprobs else None,
+        finish_reason=_FINISH_REASONS.get(message.finish_reason, "unknown"),
+        stop_reason=None if stop is None else getattr(message, stop),
+        final=message.final,
+        usage=_usage(message) if message.final else None,
+        seed=message.seed if message.HasField("seed") else None,
+        timing=_timing(message.timing) if message.final else None,
+    )
+
+
+def _logprobs(position: pb.PositionLogprobs) -> dict[int, Logprob]:
+    return {t.token_id: Logprob(t.logprob, t.token) for t in (position.chosen, *position.others)}
+
+
+def _usage(message: pb.GenerateResponse) -> Usage:
+    return Usage(prompt_tokens=message.usage.prompt_tokens, output_tokens=message.usage.output_tokens)
+
+
+def _timing(message: pb.Timing) -> Timing:
+    def value(name: str) -> float | None:
+        return getattr(message, name) if message.HasField(name) else None
+
+    return Timing(
+        queue_s=value("queue_s"),
+        ttft_s=value("ttft_s"),
+        e2e_s=value("e2e_s"),
+        num_preemptions=message.num_preemptions,
+    )
+
+
+class Collector:
+    """Chunks of one request, added up."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, CompletionOutput] = {}
+        self._texts: dict[int, list[str]] = {}
+        self._last: Chunk | None = None
+
+    def add(self, new: Chunk) -> None:
+        output = self._outputs.setdefault(new.index, CompletionOutput(index=new.index))
+        self._texts.setdefault(new.index, []).append(new.text)
+        output.token_ids.extend(new.token_ids)
+        if new.logprobs is not None:
+            output.logprobs = [*(output.logprobs or ()), *new.logprobs]
+        if new.finish_reason is not None:
+            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        self._last = new
+
+    def result(self) -> GenerateResult:
+        """The whole request.
+
+        Raises:
+            EPRuntimeError: the stream ended without its final message.
+        """
+        last = self._last
+        if last is None or not last.final or last.usage is None or last.timing is None:
+            raise EPRuntimeError("the server ended the stream without a final message")
+        for index, output in self._outputs.items():
+            output.text = "".join(self._texts[index])
+        return GenerateResult(
+            request_id=last.request_id,
+            outputs=[self._outputs[index] for index in sorted(self._outputs)],
+            usage=last.usage,
+            seed=last.seed,
+            timing=last.timing,
+        )
+
+
+def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        state=pb.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower(),
+        state_reason=message.state_reason,
+        model=message.model,
+        uptime_s=message.uptime_s,
+        running_requests=message.running_requests,
+        expert_parallel_size=message.expert_parallel_size,
+        ranks=tuple(
+            Rank(slot=r.slot, incarnation=r.incarnation, host=r.host, local_rank=r.local_rank, pid=r.pid)
+            for r in message.ranks
+        ),
+        expert_load=tuple(
+            LayerLoad(
+                layer=layer.layer,
+                tokens_per_expert=tuple(layer.tokens_per_expert),
+                tokens_per_rank=tuple(layer.tokens_per_rank),
+            )
+            for layer in message.expert_load
+        ),
+        raw=json.loads(message.info_json or "{}"),
+    )

@@ -1,0 +1,133 @@
+"""Requests and facts between their wire form and ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from epruntime.errors import InvalidRequestError
+from epruntime.proto import inference_pb2 as pb
+from epruntime.sampling_params import SamplingParams
+from epruntime.serve.gate import Gate
+from epruntime.version import __version__
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+#: Fields of the SamplingParams message that are `optional`, and so can be absent.
+_OPTIONAL = tuple(f.name for f in pb.SamplingParams.DESCRIPTOR.fields if f.has_presence)
+_REPEATED = tuple(f.name for f in pb.SamplingParams.DESCRIPTOR.fields if not f.has_presence)
+UNLIMITED_TOKENS = -1
+
+
+def request_id_of(request: pb.GenerateRequest) -> str:
+    """The id that the caller chose, or a new one.
+
+    Raises:
+        InvalidRequestError: it cannot be a metadata value.
+    """
+    if not request.request_id:
+        return uuid.uuid4().hex
+    if not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidRequestError(
+            "use 1 to 128 printable ASCII characters without spaces", field="request_id", value=request.request_id[:200]
+        )
+    return request.request_id
+
+
+def prompt_of(request: pb.GenerateRequest) -> str | dict[str, Any]:
+    """The prompt in the form that the engine takes.
+
+    Raises:
+        InvalidRequestError: there is none, or it is empty.
+    """
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("is missing; send text, token_ids or chat", field="prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        if not request.token_ids.ids:
+            raise InvalidRequestError("has no tokens; send at least one", field="token_ids")
+        return {"prompt_token_ids": list(request.token_ids.ids)}
+    if not request.chat.messages:
+        raise InvalidRequestError("has no messages; send at least one", field="chat")
+    for number, message in enumerate(request.chat.messages):
+        if not message.role:
+            raise InvalidRequestError(
+                f"message {number} has no role; use 'system', 'user' or 'assistant'", field="chat"
+            )
+    return {"messages": [{"role": m.role, "content": m.content} for m in request.chat.messages]}
+
+
+def sampling_params_of(request: pb.GenerateRequest) -> SamplingParams:
+    """The sampling parameters; what is absent takes SamplingParams' default.
+
+    Raises:
+        InvalidRequestError: from SamplingParams, with the field's name.
+    """
+    message = request.sampling
+    values = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    values.update({name: tuple(getattr(message, name)) for name in _REPEATED})
+    if values.get("max_tokens") == UNLIMITED_TOKENS:
+        values["max_tokens"] = None
+    return SamplingParams(**values)
+
+
+def server_info(gate: Gate, info: dict[str, Any]) -> pb.GetServerInfoResponse:
+    """State of the server, and the engine's facts: structured where their form is settled, all of them as JSON.
+
+    Args:
+        info: what `Engine.info` returned; empty while there is no live engine.
+    """
+    engine = info.get("engine", {})
+    ranks = [
+        pb.Rank(
+            slot=rank["slot"],
+            incarnation=rank["incarnation"],
+            host=rank["host"],
+            local_rank=rank["local_rank"],
+            pid=rank["pid"],
+            ep_rank=ep_rank,
+        )
+        for ep_rank, rank in enumerate(info.get("ranks", ()))
+    ]
+    return pb.GetServerInfoResponse(
+        version=__version__,
+        state=pb.ServerState.Value(f"SERVER_STATE_{gate.state.name}"),
+        state_reason=gate.reason,
+        model=info.get("model", {}).get("name", ""),
+        uptime_s=time.time() - gate.started,
+        running_requests=len(gate.live),
+        expert_parallel_size=engine.get("expert_parallel_size", 0),
+        ranks=ranks,
+        expert_load=expert_load(info),
+        info_json=json.dumps(info, default=_plain),
+    )
+
+
+def expert_load(info: dict[str, Any]) -> list[pb.LayerLoad]:
+    """Tokens per expert and per rank of each MoE layer, summed over the ranks that counted them."""
+    return [
+        pb.LayerLoad(
+            layer=int(entry["layer"]),
+            tokens_per_expert=_ints(entry["tokens_per_expert"]),
+            tokens_per_rank=_ints(entry["tokens_per_rank"]),
+        )
+        for entry in info.get("expert_load", ())
+    ]
+
+
+def _ints(values: Iterable[Any]) -> list[int]:
+    return [int(v) for v in values]
+
+
+def _plain(value: Any) -> Any:
+    """Tuples, sets and array scalars for json.dumps."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

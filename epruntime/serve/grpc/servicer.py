@@ -1,0 +1,135 @@
+"""The Inference service on an Engine.
+
+GenerateRequest -> convert -> Engine.generate -> DeltaTracker -> GenerateResponse, one write at a time
+
+Backpressure: the next output is asked for when the last write has been taken by gRPC's flow control. Outputs are
+cumulative, so a slow reader gets fewer, larger messages, and holds nothing but its own request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from epruntime.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from epruntime.proto import inference_pb2 as pb
+from epruntime.proto import keys
+from epruntime.serve.gate import Gate
+from epruntime.serve.grpc import status
+from epruntime.serve.grpc.convert import prompt_of, request_id_of, sampling_params_of, server_info
+from epruntime.serve.grpc.delta import DeltaTracker
+
+logger = logging.getLogger("epruntime.serve.grpc.servicer")
+
+
+class Malformed:
+    """Stands in for a message whose bytes do not parse."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class InferenceServicer:
+    """Generate, Abort and GetServerInfo. Every failure is a status (see status.py)."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def Generate(self, request: pb.GenerateRequest | Malformed, context: grpc.aio.ServicerContext) -> None:
+        """Streams one request. Cancelling the call cancels this coroutine, which closes the engine's stream."""
+        request_id = ""
+        try:
+            message: pb.GenerateRequest = _parsed(request)
+            request_id = request_id_of(message)
+            await self._generate(message, request_id, context)
+        except grpc.aio.BaseError:
+            # raised by a write or a status on a call that is over: the client has gone, and nobody is left to tell
+            logger.debug("the client of request %r has gone", request_id, exc_info=True)
+            raise
+        except RequestAbortedError as error:
+            await status.abort(context, self._gate.closing or error, request_id)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error, request_id)
+
+    async def _generate(self, request: pb.GenerateRequest, request_id: str, context: grpc.aio.ServicerContext) -> None:
+        engine = self._gate.admit()
+        prompt, params = prompt_of(request), sampling_params_of(request)
+        tracker = DeltaTracker(request_id)
+        with self._gate.claim(request_id):
+            await context.send_initial_metadata(((keys.REQUEST_ID, request_id),))
+            async with aclosing(engine.generate(prompt, params, request_id=request_id)) as stream:
+                async for output in stream:
+                    if self._gate.closing is not None and _aborted(output.outputs):
+                        raise self._gate.closing
+                    for response in tracker.responses(output):
+                        await context.write(response)
+
+    async def Abort(self, request: pb.AbortRequest | Malformed, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        try:
+            message: pb.AbortRequest = _parsed(request)
+            if not message.request_id:
+                raise InvalidRequestError("is missing; name the request to abort", field="request_id")
+            await self._gate.reach().abort(message.request_id)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+        return pb.AbortResponse()
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest | Malformed, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        try:
+            _parsed(request)
+            engine, info = self._gate.engine, {}
+            if engine is not None:
+                try:
+                    info = await engine.info()
+                except EngineDeadError:
+                    logger.debug("the engine died while it was asked for its facts", exc_info=True)
+            return server_info(self._gate, info)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+
+
+def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Registers the service with parsers that leave malformed bytes to the handlers.
+
+    (With gRPC's own, a message that does not parse ends as UNKNOWN or INTERNAL: a fault of the server.)
+    """
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, _parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
+        ),
+        "Abort": grpc.unary_unary_rpc_method_handler(
+            servicer.Abort, _parser(pb.AbortRequest), pb.AbortResponse.SerializeToString
+        ),
+        "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+            servicer.GetServerInfo, _parser(pb.GetServerInfoRequest), pb.GetServerInfoResponse.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(keys.SERVICE, methods),))
+
+
+def _parser(kind: Any) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return Malformed(f"{len(data)} bytes are not a {kind.DESCRIPTOR.full_name}: {error}")
+
+    return parse
+
+
+def _parsed(request: Any) -> Any:
+    if isinstance(request, Malformed):
+        raise InvalidRequestError(f"{request.reason}; send what epruntime/proto/inference.proto describes")
+    return request
+
+
+def _aborted(outputs: list[Any]) -> bool:
+    return any(output.finish_reason == "abort" for output in outputs)
