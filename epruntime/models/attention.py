@@ -1,0 +1,165 @@
+"""Attention layers over the paged KV cache, bound to transformers' attention modules at load.
+
+module forward -> [latents -> LatentCache.update -> write] -> registered function -> layer.attend
+               -> write new keys and values to their slots -> attend over the block tables
+
+Shape letters: T rows of the flat batch, H query heads, K key/value heads, D key dim, V value dim, N blocks,
+B block size, C latent dim (kv_lora_rank), R rotary dim, P non-rotary dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epruntime.errors import UnsupportedModelError
+from epruntime.models.batch import ForwardBatch
+from epruntime.models.info import KVLayerInfo
+from epruntime.models.probe import AttentionCall
+from epruntime.ops.attention import paged_attention, write_kv_cache
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """The running batch, shared by all layers of a rank; set before each forward."""
+
+    batch: ForwardBatch | None = None
+
+    @property
+    def current(self) -> ForwardBatch:
+        assert self.batch is not None, "no forward is running"
+        return self.batch
+
+
+class PagedLayer(ABC):
+    """One attention layer's cache and arithmetic."""
+
+    def __init__(self, call: AttentionCall, kv: KVLayerInfo, state: StepState) -> None:
+        self.call, self.kv, self.state = call, kv, state
+        self.k_cache_NBKD = torch.empty(0)
+        self.v_cache_NBKV = torch.empty(0)
+
+    def allocate(self, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: str) -> None:
+        """Makes room for `num_blocks` blocks. Contents are left as they come: unwritten slots are never read."""
+        key = (num_blocks, block_size, self.kv.num_heads, self.kv.key_dim)
+        value = (num_blocks, block_size, self.kv.num_heads, self.kv.value_dim)
+        self.k_cache_NBKD = torch.empty(key, dtype=dtype, device=device)
+        if self.kv.latent:
+            self.v_cache_NBKV = self.k_cache_NBKD[..., : self.kv.value_dim]
+        else:
+            self.v_cache_NBKV = torch.empty(value, dtype=dtype, device=device)
+
+    @abstractmethod
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
+               sinks_H: torch.Tensor | None) -> torch.Tensor:
+        """query [1, H, T, D], key and value [1, K, T, D] of the new tokens -> [1, T, H, V]."""
+
+    def _attend_cache(self, q_THD: torch.Tensor, scale: float, sinks_H: torch.Tensor | None) -> torch.Tensor:
+        batch, view = self.state.current, self.call.visibility
+        return paged_attention(
+            q_THD, self.k_cache_NBKD, self.v_cache_NBKV, block_tables_SB=batch.block_tables_SB,
+            query_starts_S1=batch.query_starts_S1, seq_lens_S=batch.seq_lens_S, scale=scale, window=view.window,
+            chunk=view.chunk, softcap=self.call.softcap, sinks_H=sinks_H)
+
+
+class KeyValueLayer(PagedLayer):
+    """Keys and values are cached as the module computes them."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
+               sinks_H: torch.Tensor | None) -> torch.Tensor:
+        slots_T = self.state.current.slots_T
+        write_kv_cache(key[0].transpose(0, 1), self.k_cache_NBKD, slots_T)
+        write_kv_cache(value[0].transpose(0, 1), self.v_cache_NBKV, slots_T)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self._attend_cache(query[0].transpose(0, 1), scale, sinks_H)[None]
+
+
+class LatentLayer(PagedLayer):
+    """Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+    The cache holds, per token, the latent c (C) and the rotary key r (R) that all heads share. With
+    W_UK, W_UV the key and value halves of kv_b_proj, per head: q_nope . (W_UK c) = (W_UK^T q_nope) . c,
+    so queries go to the latent space, attention runs there with one key/value head of dim C + R whose
+    values are its first C elements, and W_UV takes the result back. The same form serves every
+    query, prefill and decode alike.
+    """
+
+    def __init__(self, call: AttentionCall, kv: KVLayerInfo, state: StepState, module: Any) -> None:
+        super().__init__(call, kv, state)
+        self._module = module
+        # The module would expand the latents of the new tokens for nothing: attend() needs them no more.
+        if hasattr(module, "expand_kv"):
+            module.expand_kv = lambda latent, rotary: (latent, rotary)
+
+    def write(self, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+        """latent [1, 1, T, C] and rotary [1, 1, T, R] of the new tokens."""
+        row_T1D = torch.cat((latent[0, 0], rotary[0, 0]), dim=-1)[:, None]
+        write_kv_cache(row_T1D, self.k_cache_NBKD, self.state.current.slots_T)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
+               sinks_H: torch.Tensor | None) -> torch.Tensor:
+        module = self._module
+        num_heads, nope = query.shape[1], int(module.qk_nope_head_dim)
+        up_HXC = module.kv_b_proj.weight.view(num_heads, -1, self.kv.value_dim)
+        q_HTP, q_HTR = query[0, :, :, :nope], query[0, :, :, nope:]
+        q_HTC = torch.bmm(q_HTP, up_HXC[:, :nope])
+        q_THD = torch.cat((q_HTC, q_HTR), dim=-1).transpose(0, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        latent_THC = self._attend_cache(q_THD, scale, sinks_H)
+        out_HTV = torch.bmm(latent_THC.transpose(0, 1), up_HXC[:, nope:].transpose(1, 2))
+        return out_HTV.transpose(0, 1)[None]
+
+
+class LatentCache:
+    """What a model with latent attention is given as its cache: `update` writes latents to their slots."""
+
+    is_compileable = False
+
+    def __init__(self, layers: dict[int, LatentLayer]) -> None:
+        self._layers = layers
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0  # positions are always passed
+
+    def update(self, latent: torch.Tensor, rotary: torch.Tensor, layer_idx: int, *_: Any,
+               **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layers[layer_idx].write(latent, rotary)
+        return latent, rotary
+
+
+_LATENT_ATTRIBUTES = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
+    """What the layer caches, told from what it handed to the cache in the probe.
+
+    Raises:
+        UnsupportedModelError: it caches neither its keys and values nor latents of the known form.
+    """
+    plain = ((call.num_kv_heads, call.key_dim), (call.num_kv_heads, call.value_dim))
+    cached = (call.cached_key, call.cached_value)
+    if cached == plain:
+        return KVLayerInfo(num_heads=call.num_kv_heads, key_dim=call.key_dim, value_dim=call.value_dim)
+    if all(hasattr(module, name) for name in _LATENT_ATTRIBUTES):
+        latent, rotary, nope, value = (int(getattr(module, n)) for n in (
+            "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        projection = module.kv_b_proj
+        fits = (
+            cached == ((1, latent), (1, rotary))
+            and (call.key_dim, call.value_dim, call.num_kv_heads) == (nope + rotary, value, call.num_heads)
+            and isinstance(projection, torch.nn.Linear) and projection.bias is None
+            and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent))
+        if fits:
+            return KVLayerInfo(num_heads=1, key_dim=latent + rotary, value_dim=latent, latent=True)
+    raise UnsupportedModelError(
+        f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: neither "
+        "the same nor the latents of multi-head latent attention")
+
+
+def make_layer(call: AttentionCall, kv: KVLayerInfo, state: StepState, module: torch.nn.Module) -> PagedLayer:
+    if kv.latent:
+        return LatentLayer(call, kv, state, module)
+    return KeyValueLayer(call, kv, state)

@@ -1,0 +1,134 @@
+"""A checkpoint directory: config.json as plain data, and every tensor's place in its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epruntime.errors import CheckpointError, UnsupportedModelError
+from epruntime.models.safetensors import TensorEntry, read_header
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint: headers were read and checked, no tensor was.
+
+    Attributes:
+        raw_config: config.json as it is.
+        tensors: by name.
+        header_bytes: bytes read of headers and index.
+    """
+
+    path: Path
+    raw_config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    header_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(t.num_bytes // t.dtype.itemsize for t in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.tensors.values())
+
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of most elements among floating-point tensors."""
+        count: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.dtype.is_floating_point:
+                count[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
+        return count.most_common(1)[0][0] if count else torch.float32
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist: {path.parent} is no checkpoint directory") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return data
+
+
+def read_raw_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory: a model is a directory with config.json and *.safetensors; "
+                              "download it first")
+    return _read_json(path / "config.json")
+
+
+def _files(path: Path) -> list[Path]:
+    if (path / _INDEX).is_file():
+        weight_map = _read_json(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path / _INDEX} has no weight_map")
+        names = set(weight_map.values())
+        for name in names:
+            if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
+                raise CheckpointError(f"{path / _INDEX} names {name!r}, which is no safetensors file of this directory")
+        absent = sorted(n for n in names if not (path / n).is_file())
+        if absent:
+            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
+        return [path / name for name in sorted(names)]
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise CheckpointError(f"{path} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} that says "
+                              "which of them make the model")
+    pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
+    if pickles:
+        raise UnsupportedModelError(f"{path} holds pickle files only ({', '.join(pickles[:3])}): reading one can run any "
+                                    "code, so none is read. Convert the checkpoint to safetensors")
+    raise CheckpointError(f"{path} holds no *.safetensors file")
+
+
+def open_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
+    """Reads and checks the headers of all files of a checkpoint.
+
+    Raises:
+        CheckpointError: damaged, incomplete or ambiguous. UnsupportedModelError: pickle files, unknown dtypes.
+    """
+    files = _files(path)
+    tensors: dict[str, TensorEntry] = {}
+    header_bytes = 0
+    for file in files:
+        entries = read_header(file)
+        for name, entry in entries.items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {name!r} is in {tensors[name].file.name} and in {file.name}")
+            tensors[name] = entry
+        header_bytes += file.stat().st_size - sum(e.num_bytes for e in entries.values())
+    if (path / _INDEX).is_file():
+        header_bytes += (path / _INDEX).stat().st_size
+        _check_index(path, tensors)
+    return Checkpoint(path=path, raw_config=raw_config, tensors=tensors, header_bytes=header_bytes)
+
+
+def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
+    weight_map = _read_json(path / _INDEX)["weight_map"]
+    wrong = sorted(
+        name for name in weight_map.keys() | tensors.keys()
+        if name not in tensors or weight_map.get(name) != tensors[name].file.name)
+    if wrong:
+        raise CheckpointError(f"{path}: the index and the files disagree about {len(wrong)} tensors: "
+                              f"{', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''}")

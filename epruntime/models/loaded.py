@@ -1,0 +1,98 @@
+"""LoadedModel: one rank's model, ready to compute flat ragged batches over a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epruntime.errors import ConfigError
+from epruntime.models import adapter
+from epruntime.models.attention import LatentCache, LatentLayer, PagedLayer, StepState
+from epruntime.models.batch import ForwardBatch
+from epruntime.models.info import ModelInfo
+from epruntime.moe.types import StepContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What loading took on this rank.
+
+    Attributes:
+        needed_bytes: tensor bytes of this rank's experts and of everything replicated.
+        read_bytes: tensor bytes read. header_bytes: bytes of safetensors headers and index.
+        checkpoint_bytes: tensor bytes of the whole checkpoint.
+        local_experts: experts per MoE layer on this rank.
+        ignored: checkpoint tensors that the family says are no part of the model.
+    """
+
+    needed_bytes: int
+    read_bytes: int
+    header_bytes: int
+    checkpoint_bytes: int
+    seconds: float
+    local_experts: int
+    ignored: tuple[str, ...] = ()
+
+
+class LoadedModel:
+    """A transformers module tree whose attention and experts are epruntime's.
+
+    Args:
+        layers: attention layers, in layer order.
+        latent: layer_idx of the modules that keep latents -> their layer.
+        context: shared with the MoE layers; its token count is set before each forward.
+    """
+
+    def __init__(self, *, model: torch.nn.Module, info: ModelInfo, layers: list[PagedLayer],
+                 latent: dict[int, LatentLayer], state: StepState, context: StepContext, report: LoadReport) -> None:
+        self.info, self.load_report = info, report
+        self._model, self._layers, self._state, self._context = model, layers, state, context
+        self._arguments: dict[str, Any] = {"use_cache": False}
+        if latent:
+            self._arguments[adapter.cache_keyword(model)] = LatentCache(latent)
+        self._has_kv = False
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self._model
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of all layers' keys and values in one block of `block_size` tokens."""
+        return self.info.kv_bytes_per_block(block_size)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Makes the paged cache; replaces an earlier one."""
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(f"num_kv_blocks={num_blocks}, block_size={block_size}: both must be at least 1")
+        dtype = getattr(torch, self.info.dtype)
+        for layer in self._layers:
+            layer.allocate(num_blocks, block_size, dtype=dtype, device="cpu")
+        self._has_kv = True
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Runs one step's batch.
+
+        Returns:
+            logits [N, V] float32 of the rows `batch.logits_rows_N`, in order.
+        """
+        assert self._has_kv, "allocate_kv comes before forward"
+        self._state.batch = batch
+        self._context.num_tokens = batch.num_tokens
+        try:
+            with torch.inference_mode():
+                output = self._model(
+                    input_ids=batch.input_ids_T[None], position_ids=batch.positions_T[None],
+                    logits_to_keep=batch.logits_rows_N, **self._arguments)
+                logits: torch.Tensor = output.logits[0].float()
+                return logits
+        finally:
+            self._state.batch = None
+
+    def close(self) -> None:
+        """Frees weights and cache; the object is of no use afterwards."""
+        self._layers.clear()
+        self._arguments.clear()
+        self._has_kv = False
+        self._model = torch.nn.Module()

@@ -1,0 +1,220 @@
+"""From a checkpoint directory to a model that serves: inspect (nothing read but headers), then load.
+
+config.json -> refusals -> module tree on the meta device -> probe -> refusals -> headers -> WeightPlan
+            -> read this rank's bytes -> bind attention and experts -> LoadedModel
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from epruntime.errors import UnsupportedModelError
+from epruntime.models import adapter, refusal
+from epruntime.models.attention import LatentLayer, StepState, kv_layer_of, make_layer
+from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config
+from epruntime.models.conversions import Conversions
+from epruntime.models.info import KVLayerInfo, ModelInfo
+from epruntime.models.loaded import LoadedModel, LoadReport
+from epruntime.models.probe import Probe, features_of, run_probe
+from epruntime.models.safetensors import RangeReader
+from epruntime.models.weights import ExpertShard, WeightPlan
+from epruntime.moe.types import ExpertWeights, StepContext
+
+logger = logging.getLogger("epruntime.models")
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class MoEBuilder(Protocol):
+    """What loading needs of the MoE runtime."""
+
+    context: StepContext
+
+    def local_experts(self, num_experts: int) -> tuple[int, ...]: ...
+
+    def make_layer(self, layer_index: int, num_experts: int, weights: ExpertWeights) -> adapter.ExpertsLayer: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blueprint:
+    """A model that passed every check that needs no weights."""
+
+    checkpoint: Checkpoint
+    model: Any
+    dtype: torch.dtype
+    experts: dict[str, torch.nn.Module]
+    probe: Probe
+    kv_layers: tuple[KVLayerInfo, ...]
+    conversions: Conversions
+    info: ModelInfo
+
+
+def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    if wanted != "auto":
+        found = getattr(torch, wanted, None)
+        source = "the setting dtype"
+    else:
+        found = getattr(config, "dtype", None)
+        source = "config.json"
+        if not isinstance(found, torch.dtype):
+            found, source = checkpoint.main_dtype(), "the checkpoint"
+    if found not in _DTYPES:
+        raise UnsupportedModelError(f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set dtype "
+                                    "to one of them")
+    return found
+
+
+def _num_experts(name: str, module: torch.nn.Module) -> int:
+    return int(module.down_proj.shape[0])  # type: ignore[union-attr, operator, index]
+
+
+def _draw(path: Path, dtype: str) -> _Blueprint:
+    raw = read_raw_config(path)
+    refusal.check_raw_config(path, raw)
+    config = adapter.read_config(path)
+    architecture = refusal.check_architecture(path, config, raw)
+    checkpoint = open_checkpoint(path, raw)
+    torch_dtype = _pick_dtype(path, dtype, config, checkpoint)
+    model = adapter.build_meta_model(config, torch_dtype)
+    experts = adapter.experts_modules(model)
+    if not experts:
+        raise UnsupportedModelError(f"{path}: {architecture} has no routed experts: it is a dense model, and epruntime "
+                                    "serves Mixture-of-Experts models (`epruntime upcycle` makes one of a dense model)")
+    adapter.check_forward_arguments(model)
+    refusal.check_rope(model)
+    probe = run_probe(model)
+    num_layers = int(config.num_hidden_layers)
+    if len(probe.attention) != num_layers:
+        raise UnsupportedModelError(f"{path}: {len(probe.attention)} of {num_layers} layers have softmax attention through "
+                                    "the attention interface; the others cannot be served")
+    unused = sorted(set(experts) - set(probe.top_k))
+    if unused:
+        raise UnsupportedModelError(f"{path}: {', '.join(unused)} are not reached through the experts interface")
+    modules = dict(model.named_modules())
+    kv_layers = tuple(kv_layer_of(call, modules[call.module_name]) for call in probe.attention)
+    moe_layers = tuple(sorted({adapter.layer_index(name) for name in experts}))
+    features = features_of(probe)
+    features |= {"latent"} if any(kv.latent for kv in kv_layers) else set()
+    features |= {"dense"} if len(moe_layers) < num_layers else set()
+    refusal.check_covered(config.model_type, features)
+    info = ModelInfo(
+        architecture=architecture, model_type=config.model_type, dtype=_DTYPES[torch_dtype],
+        vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size), num_layers=num_layers,
+        max_position_embeddings=int(config.max_position_embeddings),
+        num_experts=max(_num_experts(n, m) for n, m in experts.items()), top_k=max(probe.top_k.values()),
+        moe_layers=moe_layers,
+        eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *adapter.read_generation_eos(path)})),
+        kv_layers=kv_layers, num_parameters=checkpoint.num_parameters, checkpoint_bytes=checkpoint.num_bytes)
+    return _Blueprint(checkpoint=checkpoint, model=model, dtype=torch_dtype, experts=experts, probe=probe,
+                      kv_layers=kv_layers, conversions=Conversions(model, torch_dtype), info=info)
+
+
+def _plan(drawn: _Blueprint, local: Callable[[int], tuple[int, ...]]) -> WeightPlan:
+    shards = {}
+    for name, module in drawn.experts.items():
+        num_experts = _num_experts(name, module)
+        shards[name] = ExpertShard(num_experts=num_experts, local=tuple(local(num_experts)))
+    return WeightPlan(drawn.checkpoint, drawn.conversions, shards)
+
+
+def inspect_model(path: str | Path, *, dtype: str = "auto") -> ModelInfo:
+    """Facts about a checkpoint, and whether it can be served. Reads config files and safetensors headers only.
+
+    Raises:
+        UnsupportedModelError: refused, by name and reason.
+        CheckpointError: damaged, or tensors missing, left over or misshapen.
+    """
+    drawn = _draw(Path(path), dtype)
+    _plan(drawn, lambda num_experts: tuple(range(num_experts)))
+    return drawn.info
+
+
+def load_model(path: str | Path, *, dtype: str, moe: MoEBuilder,
+               progress: Callable[[str, int, int], None] | None = None) -> LoadedModel:
+    """Loads this rank's part of a model: its own experts, and all the rest.
+
+    Args:
+        dtype: "auto" (the checkpoint's own), "float32" or "bfloat16".
+        moe: decides which experts are local and computes them.
+        progress: called as progress("weights", bytes done, bytes in all).
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `inspect_model`.
+    """
+    start = time.perf_counter()
+    drawn = _draw(Path(path), dtype)
+    plan = _plan(drawn, moe.local_experts)
+    total = plan.num_bytes
+    model = drawn.model
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        module_name, _, short = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if short in module._buffers:
+            module._buffers[short] = tensor
+        else:
+            module._parameters[short] = torch.nn.Parameter(tensor, requires_grad=False)
+
+    with RangeReader() as reader:
+        plan.load(reader, put, lambda done: progress("weights", done, total) if progress else None)
+        read_bytes = reader.bytes_read
+    drawn.conversions.tie(plan.missing)
+    drawn.conversions.compute_buffers()
+    _check_all_real(model)
+
+    state = StepState()
+    modules = dict(model.named_modules())
+    layers, latent = [], {}
+    for call, kv in zip(drawn.probe.attention, drawn.kv_layers, strict=True):
+        module = modules[call.module_name]
+        layer = make_layer(call, kv, state, module)
+        object.__setattr__(module, adapter.ATTENTION_ATTRIBUTE, layer)
+        layers.append(layer)
+        if isinstance(layer, LatentLayer):
+            latent[int(module.layer_idx)] = layer  # type: ignore[arg-type]
+    for name, module in drawn.experts.items():
+        num_experts = drawn.conversions.expected[f"{name}.down_proj"].shape[0]
+        weights = _take_weights(module)
+        object.__setattr__(module, adapter.EXPERTS_ATTRIBUTE,
+                           moe.make_layer(adapter.layer_index(name), num_experts, weights))
+    adapter.use_hooks(model, adapter.SERVE)
+    report = LoadReport(
+        needed_bytes=total, read_bytes=read_bytes, header_bytes=drawn.checkpoint.header_bytes,
+        checkpoint_bytes=drawn.checkpoint.num_bytes, seconds=time.perf_counter() - start,
+        local_experts=len(moe.local_experts(drawn.info.num_experts)), ignored=tuple(plan.ignored))
+    if plan.ignored:
+        logger.info("%s: %d tensors are no part of the model and were not read", path, len(plan.ignored))
+    return LoadedModel(model=model, info=drawn.info, layers=layers, latent=latent, state=state, context=moe.context,
+                       report=report)
+
+
+def _take_weights(module: Any) -> ExpertWeights:
+    """The module's expert weights, taken out of it: whoever computes the experts owns them from here on."""
+    def take(name: str) -> torch.Tensor:
+        parameter: torch.nn.Parameter = module._parameters[name]
+        module._parameters[name] = None
+        return parameter.data
+
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    return ExpertWeights(
+        up_SIH=take(up), down_SHI=take("down_proj"),
+        up_bias_SI=take(f"{up}_bias") if module.has_bias else None,
+        down_bias_SH=take("down_proj_bias") if module.has_bias else None,
+        transposed=bool(module.is_transposed),
+        activation=module._apply_gate if module.has_gate else module.act_fn,
+        post=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None)
+
+
+def _check_all_real(model: torch.nn.Module) -> None:
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"]
+    left += [f"{name}.{attribute}" for name, module in model.named_modules() for attribute, value in vars(module).items()
+             if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+    if left:
+        raise UnsupportedModelError(f"{type(model).__name__}: {', '.join(left[:8])} have no value after loading")

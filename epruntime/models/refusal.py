@@ -1,0 +1,98 @@
+"""What is refused by name, and why. Everything that no conformance test covers is refused too (`conformance.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epruntime.errors import UnsupportedModelError
+from epruntime.models import adapter
+from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
+
+_LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
+_INDEXER = "its attention selects keys with a sparse indexer, which is not supported"
+_OWN_EXPERTS = "its experts do not go through transformers' experts interface"
+
+#: model_type -> reason. Types that are in neither table are refused for want of a conformance test.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys((
+        "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "lara_mini", "minimax", "kimi_linear", "bailing_hybrid",
+        "nemotron_h", "lfm2_moe", "granitemoehybrid", "jamba", "zaya", "inkling_text", "inkling2_text",
+        "inkling2_loop_text", "bamba", "mamba", "mamba2", "falcon_h1", "zamba", "zamba2", "recurrent_gemma", "rwkv",
+    ), _LINEAR),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note", "dots3_note_text"), _INDEXER),
+    **dict.fromkeys(("dbrx", "jetmoe", "doge"), _OWN_EXPERTS),
+    "deepseek_v4": "its attention compresses keys over several tokens, and its routers need token ids",
+    "llama4_text": "it scales queries by their place in the batch rather than in their sequence, and its experts do not "
+                   "go through transformers' experts interface",
+    "longcat_flash": "it has identity experts, and its experts do not go through transformers' experts interface",
+}
+
+#: Rotary embeddings whose frequencies transformers derives from the longest position in the batch.
+BATCH_DEPENDENT_ROPE = {"longrope", "dynamic"}
+_SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "thinker_config", "vision_tower_config")
+
+
+def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
+    """Refusals that config.json alone decides, before transformers sees it."""
+    if raw.get("auto_map"):
+        raise UnsupportedModelError(f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
+                                    "run. Models that transformers itself defines are served")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError(f"{path}: config.json names no model_type")
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+        raise UnsupportedModelError(f"{path}: the weights are quantised (method {method}), which is not supported yet; use "
+                                    "a float32 or bfloat16 checkpoint")
+    parts = [name for name in _SUB_CONFIGS if raw.get(name)]
+    if parts:
+        raise UnsupportedModelError(f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text model "
+                                    "of its own is needed")
+
+
+def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
+    """Name of the causal LM class; refuses types of the table, other task heads and dense models' heads."""
+    model_type = config.model_type
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {REFUSED[model_type]}")
+    architecture = adapter.causal_lm_architecture(config)
+    if architecture is None:
+        raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
+    named = raw.get("architectures")
+    if isinstance(named, list) and named and architecture not in named:
+        raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as "
+                                    f"{architecture} only")
+    return architecture
+
+
+def check_rope(model: torch.nn.Module) -> None:
+    """Refuses rotary embeddings that depend on batch-mates, and types that no test covers."""
+    kinds: set[str] = set()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            kinds.add(kind)
+        elif isinstance(kind, dict):
+            kinds.update(str(k) for k in kind.values())
+    name = type(model).__name__
+    bad = sorted(kinds & BATCH_DEPENDENT_ROPE)
+    if bad:
+        raise UnsupportedModelError(f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the longest "
+                                    "position in the batch, so that a request's tokens would depend on its batch-mates")
+    unknown = sorted(kinds - COVERED_ROPE_TYPES)
+    if unknown:
+        raise UnsupportedModelError(f"{name}: no conformance test covers rotary embeddings of type {', '.join(unknown)}")
+
+
+def check_covered(model_type: str, features: frozenset[str]) -> None:
+    """Refuses model types, and features of attention and experts, that no conformance test covers."""
+    if model_type not in COVERED:
+        raise UnsupportedModelError(f"{model_type}: no conformance test covers this model type, so its tokens could not be "
+                                    f"vouched for. Covered: {', '.join(sorted(COVERED))}")
+    unknown = sorted(features - COVERED[model_type])
+    if unknown:
+        raise UnsupportedModelError(f"{model_type}: no conformance test covers it with {', '.join(unknown)}")

@@ -1,0 +1,281 @@
+"""Which bytes of a checkpoint make this rank's model, and reading them in place.
+
+headers -> WeightPlan (a slot for every parameter, checked in full before a byte is read) -> load
+
+Tensors of other ranks' experts are left out of the plan, so they are never read. Stacked expert weights are read
+tensor by tensor into the fused parameter; other conversions run one parameter at a time. No second copy of the
+weights exists at any moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from epruntime.errors import CheckpointError
+from epruntime.models.checkpoint import Checkpoint
+from epruntime.models.conversions import Conversions, Stacking, natural_order
+from epruntime.models.safetensors import RangeReader, TensorEntry
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShard:
+    """This rank's part of one experts module: logical ids in slot order."""
+
+    num_experts: int
+    local: tuple[int, ...]
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Consecutive ids as (slot, first id, last id + 1)."""
+        found: list[tuple[int, int, int]] = []
+        for slot, expert in enumerate(self.local):
+            if found and found[-1][2] == expert:
+                found[-1] = (found[-1][0], found[-1][1], expert + 1)
+            else:
+                found.append((slot, expert, expert + 1))
+        return found
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Checkpoint tensors that make one target, by source pattern (None: renamed only)."""
+
+    target: str
+    outputs: tuple[str, ...]
+    by_pattern: dict[str | None, list[TensorEntry]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """One slice of a tensor: all of it (shard None), or the rows of local experts."""
+
+    entry: TensorEntry
+    shard: ExpertShard | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.shard is None else (len(self.shard.local), *self.entry.shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        if self.shard is None:
+            return self.entry.num_bytes
+        return self.entry.num_bytes // self.shard.num_experts * len(self.shard.local)
+
+    def into(self, reader: RangeReader, out: torch.Tensor) -> None:
+        if self.shard is None:
+            reader.read(self.entry, 0, (self.entry.shape or (1,))[0], out)
+            return
+        for slot, first, last in self.shard.runs():
+            reader.read(self.entry, first, last, out[slot : slot + last - first])
+
+    def tensor(self, reader: RangeReader, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=dtype)
+        self.into(reader, out)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Makes one target: `reads` by source pattern, in order; `stacking` if they can be read in place."""
+
+    target: str
+    outputs: tuple[str, ...]
+    reads: dict[str | None, list[_Read]]
+    stacking: Stacking | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(read.num_bytes for reads in self.reads.values() for read in reads)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class WeightPlan:
+    """The reads of one rank. Making it checks every name and shape of the checkpoint.
+
+    Args:
+        shards: experts module name -> this rank's shard.
+
+    Raises:
+        CheckpointError: tensors are missing, left over, or of another shape than the configuration says.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, conversions: Conversions, shards: dict[str, ExpertShard]) -> None:
+        self._checkpoint, self._conversions, self._shards = checkpoint, conversions, shards
+        groups, self.ignored = self._group()
+        self._steps = [self._step(group) for group in groups.values()]
+        made = {output for step in self._steps for output in step.outputs}
+        self.missing = set(conversions.expected) - made
+        absent = sorted(conversions.without_tied(self.missing), key=natural_order)
+        if absent:
+            raise CheckpointError(f"{checkpoint.path}: {len(absent)} tensors that config.json calls for are missing: "
+                                  f"{_listed(absent)}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Tensor bytes that this rank needs."""
+        return sum(step.num_bytes for step in self._steps)
+
+    def local_shape(self, target: str) -> tuple[int, ...]:
+        """Shape of a parameter on this rank."""
+        full = tuple(self._conversions.expected[target].shape)
+        shard = self._shard_of(target)
+        return full if shard is None else (len(shard.local), *full[1:])
+
+    def load(self, reader: RangeReader, put: Callable[[str, torch.Tensor], None],
+             progress: Callable[[int], None]) -> None:
+        """Reads everything. Calls `put(name, tensor)` for each parameter and `progress(bytes so far)`."""
+        for step in self._steps:
+            for name, tensor in self._make(step, reader).items():
+                expected = self.local_shape(name) if name in self._conversions.expected else None
+                if expected is None or tuple(tensor.shape) != expected:
+                    raise CheckpointError(f"{self._checkpoint.path}: {name} comes out with shape {tuple(tensor.shape)}, "
+                                          f"the model needs {expected}")
+                put(name, tensor)
+            progress(reader.bytes_read)
+
+    def _shard_of(self, target: str) -> ExpertShard | None:
+        module, _, name = target.rpartition(".")
+        shard = self._shards.get(module)
+        if shard is None or not name:
+            return None
+        shape = self._conversions.expected[target].shape
+        return shard if shape and shape[0] == shard.num_experts else None
+
+    def _group(self) -> tuple[dict[str, _Group], list[str]]:
+        groups: dict[str, _Group] = {}
+        ignored, extra = [], []
+        for key in sorted(self._checkpoint.tensors, key=natural_order):
+            place = self._conversions.destination(key)
+            if place is None:
+                (ignored if self._conversions.may_be_ignored(key) else extra).append(key)
+                continue
+            group = groups.setdefault(place.target, _Group(target=place.target, outputs=place.outputs))
+            group.by_pattern.setdefault(place.pattern, []).append(self._checkpoint.tensors[key])
+        if extra:
+            raise CheckpointError(f"{self._checkpoint.path}: {len(extra)} tensors have no place in the model that "
+                                  f"config.json describes: {_listed(extra)}")
+        return groups, ignored
+
+    def _step(self, group: _Group) -> _Step:
+        shard = self._shard_of(group.target)
+        patterns = list(group.by_pattern)
+        if None in patterns:
+            entries = group.by_pattern[None]
+            if len(patterns) > 1 or len(entries) > 1:
+                names = [e.name for found in group.by_pattern.values() for e in found]
+                raise CheckpointError(f"{self._checkpoint.path}: {_listed(names)} are all {group.target}")
+            self._check_shape(entries[0], tuple(self._conversions.expected[group.target].shape))
+            return _Step(target=group.target, outputs=group.outputs, stacking=None,
+                         reads={None: [_Read(entry=entries[0], shard=shard)]})
+        first = next(p for p in patterns if p is not None)
+        foreign = [p for p in patterns if p not in self._conversions.sources(first)]
+        if foreign:
+            raise CheckpointError(f"{self._checkpoint.path}: {group.target} is made from {first} and from {foreign}")
+        stacked = self._conversions.stacks(first)
+        if stacked and shard is not None:
+            self._check_stack(group, shard, self._conversions.sources(first))
+        reads: dict[str | None, list[_Read]] = {}
+        for pattern, entries in group.by_pattern.items():
+            if shard is not None and stacked:
+                reads[pattern] = [_Read(entry=entries[expert]) for expert in shard.local]
+            else:
+                reads[pattern] = [_Read(entry=e, shard=self._fused(e, shard, group.target)) for e in entries]
+        stacking = self._conversions.stacking(first)
+        step = _Step(target=group.target, outputs=group.outputs, reads=reads, stacking=stacking)
+        if stacking is not None:
+            self._check_stacking(step, stacking)
+        return step
+
+    def _fused(self, entry: TensorEntry, shard: ExpertShard | None, target: str) -> ExpertShard | None:
+        """A tensor that already holds all experts is read by rows of its first dimension."""
+        if shard is None:
+            return None
+        if not entry.shape or entry.shape[0] != shard.num_experts:
+            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} of shape {entry.shape} makes {target}, but its "
+                                  f"first dimension is not the {shard.num_experts} experts")
+        return shard
+
+    def _check_shape(self, entry: TensorEntry, expected: tuple[int, ...]) -> None:
+        if entry.shape != expected:
+            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls for "
+                                  f"{expected}")
+
+    def _check_stack(self, group: _Group, shard: ExpertShard, sources: tuple[str, ...]) -> None:
+        """Every source has one tensor per expert, numbered 0 to E-1."""
+        for pattern in sources:
+            entries = group.by_pattern.get(pattern, [])
+            if len(entries) == 1 and shard.num_experts == 1:
+                continue
+            found = [_expert_number(entry.name, entries[0].name, entries[-1].name) for entry in entries]
+            if found != list(range(shard.num_experts)):
+                absent = sorted(set(range(shard.num_experts)) - set(found))
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: {group.target} needs one tensor {pattern} per expert, 0 to "
+                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: {_listed([str(e) for e in absent])}")
+
+    def _check_stacking(self, step: _Step, stacking: Stacking) -> None:
+        full = self._conversions.expected[step.target].shape
+        count = self.local_shape(step.target)[0]
+        sizes = []
+        for pattern in stacking.patterns:
+            reads = step.reads.get(pattern, [])
+            shapes = {read.shape for read in reads}
+            if len(shapes) > 1:
+                raise CheckpointError(f"{self._checkpoint.path}: experts of {step.target} differ in shape: {shapes}")
+            if len(reads) != count:
+                raise CheckpointError(f"{self._checkpoint.path}: {step.target} needs {count} tensors {pattern}, found "
+                                      f"{len(reads)}")
+            sizes.append(next(iter(shapes), None))
+        known = [s for s in sizes if s is not None]
+        if known and (any(s[1:] != tuple(full[2:]) for s in known) or sum(s[0] for s in known) != full[1]):
+            raise CheckpointError(f"{self._checkpoint.path}: tensors of one expert of {step.target} have shapes "
+                                  f"{sizes}, config.json calls for {tuple(full[1:])} in all")
+
+    def _make(self, step: _Step, reader: RangeReader) -> dict[str, torch.Tensor]:
+        dtype = self._conversions.dtype_of(step.target)
+        if None in step.reads:
+            return {step.target: step.reads[None][0].tensor(reader, dtype)}
+        if step.stacking is not None:
+            out = torch.empty(self.local_shape(step.target), dtype=dtype)
+            for index in range(out.shape[0]):
+                row = 0
+                for pattern in step.stacking.patterns:
+                    read = step.reads[pattern][index]
+                    read.into(reader, out[index, row : row + read.shape[0]])
+                    row += read.shape[0]
+            return {step.target: out}
+        shard = self._shard_of(step.target)
+        if shard is not None and not shard.local:
+            return {name: torch.empty(self.local_shape(name), dtype=self._conversions.dtype_of(name))
+                    for name in step.outputs}
+        first = next(p for p in step.reads if p is not None)
+        sources = {
+            pattern: [(read.entry.name, _reading(read, reader, dtype)) for read in reads]
+            for pattern, reads in step.reads.items() if pattern is not None
+        }
+        made = self._conversions.convert(step.target, first, sources)
+        return {name: tensor.to(self._conversions.dtype_of(name)).contiguous() for name, tensor in made.items()}
+
+
+def _reading(read: _Read, reader: RangeReader, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    return lambda: read.tensor(reader, dtype)
+
+
+def _expert_number(name: str, first: str, last: str) -> int:
+    """The number in `name` at the place where the names of the first and the last expert differ."""
+    parts = name.split(".")
+    for index, (a, b) in enumerate(zip(first.split("."), last.split("."), strict=False)):
+        if a != b and index < len(parts):
+            match = re.search(r"\d+$", parts[index])
+            return int(match[0]) if match else -1
+    return -1
