@@ -28,7 +28,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror=return-type"]
 KERNEL_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", *WARNINGS]
 BINDING_FLAGS = ["-O2", "-std=c++20", "-fPIC", *WARNINGS]
 ISA_FLAGS = {
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
+    # GCC 12 warns of its own AVX-512 header (`__m512i __Y = __Y` is how it says "undefined").
+    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
+    + ["-Wno-maybe-uninitialized", "-Wno-uninitialized"],
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }
 
@@ -106,20 +108,22 @@ class BuildKernels(build_ext):
         openmp = ["-fopenmp"] if compiles(cxx, "#if !defined(__GNUC__) || defined(__clang__)\n#error\n#endif\n") else []
         if not openmp:
             say(f"{shlex.join(cxx)} is not GNU g++: kernels will run on one thread each")
+        machine = ["-DEPRUNTIME_X86=1"] if is_x86() else []
         binding = [
             *BINDING_FLAGS,
+            *machine,
             *openmp,
             f'-DEPRUNTIME_CSRC_HASH="{csrc_hash()}"',
             *(f"-isystem{path}" for path in includes[1:]),
         ]
-        if is_x86():
-            binding.append("-DEPRUNTIME_X86=1")
         folder = Path(self.build_temp) / "csrc"
         folder.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
             path = Path(source)
-            special = binding if path.name == "bindings.cpp" else [*KERNEL_FLAGS, *ISA_FLAGS.get(path.name, [])]
+            special = (
+                binding if path.name == "bindings.cpp" else [*KERNEL_FLAGS, *machine, *ISA_FLAGS.get(path.name, [])]
+            )
             target = folder / f"{path.stem}.o"
             self.spawn([*cxx, *special, f"-I{CSRC}", "-c", str(ROOT / path), "-o", str(target)])
             return str(target)

@@ -1,0 +1,286 @@
+// The Python module epruntime._C: registration and argument checks. The only file that sees torch's headers.
+//
+// The checks and their words are those of epruntime/ops/checks.py. The interpreter's lock is released for the work;
+// threads are torch's own (at::parallel_for), so that torch.set_num_threads holds here too.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cpu/attention_plan.h"
+#include "cpu/kernels.h"
+#include "cpu/rows.h"
+
+namespace {
+
+using at::Tensor;
+namespace py = pybind11;
+
+const epruntime::Kernels*& selected() {
+    static const epruntime::Kernels* kernels = epruntime::supported_kernels().front();
+    return kernels;
+}
+
+// Raises ValueError. `message` is put together only when the check fails.
+template <typename... Parts>
+void require(bool condition, const Parts&... parts) {
+    if (condition) return;
+    std::ostringstream message;
+    (message << ... << parts);
+    throw py::value_error(message.str());
+}
+
+std::string shown(at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kFloat:
+            return "torch.float32";
+        case at::kBFloat16:
+            return "torch.bfloat16";
+        case at::kHalf:
+            return "torch.float16";
+        case at::kDouble:
+            return "torch.float64";
+        case at::kInt:
+            return "torch.int32";
+        case at::kLong:
+            return "torch.int64";
+        default:
+            return at::toString(dtype);
+    }
+}
+
+void check(const char* op, const char* name, const Tensor& x, std::vector<at::ScalarType> dtypes, int64_t dim) {
+    if (std::find(dtypes.begin(), dtypes.end(), x.scalar_type()) == dtypes.end()) {
+        std::string wanted;
+        for (const at::ScalarType dtype : dtypes) wanted += (wanted.empty() ? "" : " or ") + shown(dtype);
+        require(false, op, ": ", name, " is ", shown(x.scalar_type()), ", must be ", wanted);
+    }
+    require(x.dim() == dim, op, ": ", name, " has ", x.dim(), " dimensions, must have ", dim);
+    require(x.device().is_cpu(), op, ": ", name, " is on ", x.device(), ", must be on cpu");
+    require(x.size(-1) <= 1 || x.stride(-1) == 1, op, ": the last dimension of ", name, " is not contiguous (stride ",
+            x.stride(-1), ")");
+}
+
+const std::vector<at::ScalarType> kFloats = {at::kFloat, at::kBFloat16};
+
+epruntime::DType dtype_of(const Tensor& x) {
+    return x.scalar_type() == at::kFloat ? epruntime::DType::kFloat32 : epruntime::DType::kBFloat16;
+}
+
+epruntime::PagedView paged_view(const Tensor& cache) {
+    return {cache.const_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2), cache.size(3)};
+}
+
+// A thread's scratch memory, kept between calls: fresh pages would cost more than the work of a small step.
+float* thread_scratch(size_t floats) {
+    struct Release {
+        void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    thread_local std::unique_ptr<float[], Release> memory;
+    thread_local size_t capacity = 0;
+    if (capacity < floats) {
+        memory.reset(static_cast<float*>(::operator new[](floats * sizeof(float), std::align_val_t(64))));
+        capacity = floats;
+    }
+    return memory.get();
+}
+
+// work(i) for every i < count, handed out one by one to torch's threads; on this thread alone if `small`.
+template <typename Work>
+void for_each(int64_t count, bool small, const Work& work) {
+    const int64_t threads = small ? 1 : std::min<int64_t>(at::get_num_threads(), count);
+    std::atomic<int64_t> next{0};
+    const auto take = [&](int64_t, int64_t) {
+        for (int64_t i = next++; i < count; i = next++) work(i);
+    };
+    if (threads <= 1)
+        take(0, 1);
+    else
+        at::parallel_for(0, threads, 1, take);
+}
+
+void write_kv_cache(const Tensor& x, const Tensor& cache, const Tensor& slots) {
+    const char* op = "write_kv_cache";
+    check(op, "x", x, kFloats, 3);
+    check(op, "cache", cache, {x.scalar_type()}, 4);
+    check(op, "slots", slots, {at::kLong}, 1);
+    require(x.sizes().slice(1) == cache.sizes().slice(2), op, ": rows of x are ", x.sizes().slice(1), ", of cache ",
+            cache.sizes().slice(2));
+    require(slots.size(0) == x.size(0), op, ": x has ", x.size(0), " rows, slots ", slots.size(0));
+    const int64_t rows = x.size(0), size = cache.size(0) * cache.size(1), bytes = x.element_size();
+    const int64_t* slot = slots.const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < rows; ++t)
+        require(-1 <= slot[t] && slot[t] < size, op, ": slots[", t, "] = ", slot[t], " is outside the cache of ", size,
+                " slots");
+    const epruntime::CacheWrite args = {static_cast<const char*>(x.const_data_ptr()),
+                                        x.stride(0) * bytes,
+                                        x.stride(1) * bytes,
+                                        static_cast<char*>(cache.mutable_data_ptr()),
+                                        cache.stride(0) * bytes,
+                                        cache.stride(1) * bytes,
+                                        cache.stride(2) * bytes,
+                                        x.size(1),
+                                        x.size(2) * bytes,
+                                        cache.size(1),
+                                        slot};
+    const py::gil_scoped_release unlocked;
+    const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, x.size(1) * x.size(2) * bytes));
+    at::parallel_for(0, rows, grain, [&](int64_t first, int64_t last) { write_kv_rows(args, first, last); });
+}
+
+// Block numbers that a query can reach must lie in the cache; those before every query's window may be gone.
+void check_tables(const char* op, const epruntime::AttentionArgs& args, int64_t rows, int64_t num_blocks,
+                  int64_t columns) {
+    require(args.query_starts[0] == 0, op, ": query_starts[0] = ", args.query_starts[0], ", must be 0");
+    const int64_t last = args.query_starts[args.num_seqs];
+    require(last <= rows, op, ": query_starts[", args.num_seqs, "] = ", last, ", but q has ", rows, " rows");
+    for (int64_t s = 0; s < args.num_seqs; ++s) {
+        const int64_t start = args.query_starts[s], queries = args.query_starts[s + 1] - start;
+        const int64_t length = args.seq_lens[s];
+        require(queries >= 0, op, ": query_starts[", s + 1, "] = ", args.query_starts[s + 1],
+                " is less than the one before, ", start);
+        if (queries == 0) continue;
+        require(length >= queries, op, ": seq_lens[", s, "] = ", length, ", but the sequence has ", queries,
+                " queries");
+        const int64_t position = length - queries, needed = (length - 1) / args.block_size + 1;
+        require(needed <= columns, op, ": seq_lens[", s, "] = ", length, " needs ", needed,
+                " blocks, block_tables has ", columns, " columns");
+        int64_t first = 0;
+        if (args.window) first = std::max(first, position - args.window + 1);
+        if (args.chunk) first = std::max(first, position / args.chunk * args.chunk);
+        for (int64_t b = first / args.block_size; b < needed; ++b) {
+            const int64_t block = args.block_tables[s * args.table_stride + b];
+            require(0 <= block && block < num_blocks, op, ": block_tables[", s, ", ", b, "] = ", block,
+                    " is outside the cache of ", num_blocks, " blocks");
+        }
+    }
+}
+
+Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+                       const Tensor& query_starts, const Tensor& seq_lens, double scale, int64_t window, int64_t chunk,
+                       double softcap, const std::optional<Tensor>& sinks) {
+    const char* op = "paged_attention";
+    check(op, "q", q, kFloats, 3);
+    check(op, "k_cache", k_cache, {q.scalar_type()}, 4);
+    check(op, "v_cache", v_cache, {q.scalar_type()}, 4);
+    check(op, "block_tables", block_tables, {at::kInt}, 2);
+    check(op, "query_starts", query_starts, {at::kInt}, 1);
+    check(op, "seq_lens", seq_lens, {at::kInt}, 1);
+    require(k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3), op, ": k_cache is ", k_cache.sizes(),
+            ", v_cache ", v_cache.sizes(), "; blocks, slots and heads must agree");
+    require(q.size(2) == k_cache.size(3), op, ": q has head size ", q.size(2), ", k_cache ", k_cache.size(3));
+    const int64_t num_heads = q.size(1), num_kv_heads = k_cache.size(2), num_seqs = seq_lens.size(0);
+    require(num_kv_heads > 0 && num_heads % num_kv_heads == 0, op, ": ", num_heads,
+            " query heads are not a multiple of ", num_kv_heads, " KV heads");
+    require(window >= 0, op, ": window = ", window, " is negative");
+    require(chunk >= 0, op, ": chunk = ", chunk, " is negative");
+    require(softcap >= 0, op, ": softcap = ", softcap, " is negative");
+    if (sinks) {
+        check(op, "sinks", *sinks, {at::kFloat}, 1);
+        require(sinks->size(0) == num_heads, op, ": ", sinks->size(0), " sinks for ", num_heads, " query heads");
+    }
+    require(query_starts.size(0) == num_seqs + 1, op, ": ", query_starts.size(0), " query_starts for ", num_seqs,
+            " seq_lens");
+    require(block_tables.size(0) == num_seqs, op, ": ", block_tables.size(0), " block_tables for ", num_seqs,
+            " seq_lens");
+
+    Tensor out = at::empty({q.size(0), num_heads, v_cache.size(3)}, q.options());
+    epruntime::AttentionArgs args{};
+    args.dtype = dtype_of(q);
+    args.q = q.const_data_ptr();
+    args.q_row_stride = q.stride(0);
+    args.q_head_stride = q.stride(1);
+    args.out = out.mutable_data_ptr();
+    args.keys = paged_view(k_cache);
+    args.values = paged_view(v_cache);
+    args.block_size = k_cache.size(1);
+    args.num_heads = num_heads;
+    args.num_kv_heads = num_kv_heads;
+    args.num_seqs = num_seqs;
+    args.block_tables = block_tables.const_data_ptr<int32_t>();
+    args.table_stride = block_tables.stride(0);
+    args.query_starts = query_starts.const_data_ptr<int32_t>();
+    args.seq_lens = seq_lens.const_data_ptr<int32_t>();
+    args.window = window;
+    args.chunk = chunk;
+    args.scale = static_cast<float>(scale);
+    args.softcap = static_cast<float>(softcap);
+    args.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+    check_tables(op, args, q.size(0), k_cache.size(0), block_tables.size(1));
+
+    const py::gil_scoped_release unlocked;
+    const int64_t used = args.query_starts[num_seqs];
+    if (used < q.size(0)) out.slice(0, used).zero_();
+    const std::vector<epruntime::AttentionUnit> units = epruntime::plan_attention(args);
+    const epruntime::Kernels& kernels = *selected();
+    const size_t scratch = kernels.attention_scratch_floats(args);
+    int64_t products = 0;  // q . k, about
+    for (const auto& unit : units) products += unit.num_rows * args.seq_lens[unit.seq];
+    const bool small = products * (args.keys.size + args.values.size) < 200000;  // under 20 us on one core
+    for_each(static_cast<int64_t>(units.size()), small, [&](int64_t i) {
+        kernels.attention_unit(args, units[static_cast<size_t>(i)], thread_scratch(scratch));
+    });
+    return out;
+}
+
+Tensor combine_rows(const Tensor& rows, const Tensor& index, const Tensor& weights) {
+    const char* op = "combine_rows";
+    check(op, "rows", rows, kFloats, 2);
+    check(op, "index", index, {at::kInt}, 2);
+    check(op, "weights", weights, {at::kFloat}, 2);
+    require(index.sizes() == weights.sizes(), op, ": index is ", index.sizes(), ", weights ", weights.sizes());
+    const Tensor index_whole = index.contiguous(), weights_whole = weights.contiguous();
+    const int64_t tokens = index.size(0), choices = index.size(1), hidden = rows.size(1);
+    const int32_t* row = index_whole.const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < tokens * choices; ++i)
+        require(-1 <= row[i] && row[i] < rows.size(0), op, ": index[", i / choices, ", ", i % choices, "] = ", row[i],
+                " is outside the ", rows.size(0), " rows");
+    Tensor out = at::empty({tokens, hidden}, rows.options());
+    const epruntime::CombineArgs args = {dtype_of(rows), rows.const_data_ptr(), rows.stride(0),
+                                         row,            weights_whole.const_data_ptr<float>(),
+                                         out.mutable_data_ptr(), choices, hidden};
+    const py::gil_scoped_release unlocked;
+    const epruntime::Kernels& kernels = *selected();
+    const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, choices * hidden));
+    at::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) { kernels.combine(args, first, last); });
+    return out;
+}
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const epruntime::Kernels* kernels : epruntime::supported_kernels()) names.emplace_back(kernels->name);
+    return names;
+}
+
+void select_isa(const std::string& name) {
+    for (const epruntime::Kernels* kernels : epruntime::supported_kernels())
+        if (name == kernels->name) {
+            selected() = kernels;
+            return;
+        }
+    require(false, "select_isa: this CPU and build cannot run '", name, "'");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "C++ kernels of epruntime; called through epruntime.ops.";
+    m.def("csrc_hash", [] { return std::string(EPRUNTIME_CSRC_HASH); });
+    m.def("isa", [] { return std::string(selected()->name); });
+    m.def("supported_isas", &supported_isas);
+    m.def("select_isa", &select_isa);
+    m.def("write_kv_cache", &write_kv_cache);
+    m.def("paged_attention", &paged_attention);
+    m.def("combine_rows", &combine_rows);
+}

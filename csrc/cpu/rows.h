@@ -1,0 +1,25 @@
+// Moves of whole rows: nothing is computed, so there is one copy for all instruction sets.
+#pragma once
+
+#include <cstdint>
+
+namespace epruntime {
+
+// Row t of x (heads x size elements) goes to its slot of a paged cache. Sizes and strides in bytes.
+struct CacheWrite {
+    const char* x;
+    int64_t x_row_stride;
+    int64_t x_head_stride;
+    char* cache;
+    int64_t block_stride;
+    int64_t slot_stride;
+    int64_t head_stride;
+    int64_t heads;
+    int64_t head_bytes;
+    int64_t block_size;
+    const int64_t* slots;  // -1: skipped
+};
+
+void write_kv_rows(const CacheWrite& args, int64_t first_row, int64_t last_row);
+
+}  // namespace epruntime
