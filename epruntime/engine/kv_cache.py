@@ -212,7 +212,7 @@ class KVCacheManager:
         request.publish_at = (full + 1) * self.block_size
 
     def release(self, request: SchedulerRequest, until_step: int) -> None:
-        """Gives the table up. Its blocks stay in quarantine until step `until_step`, the last to touch them, has ended."""
+        """Gives the table up. Its blocks stay in quarantine until `until_step`, the last to touch them, has ended."""
         blocks = request.block_ids[::-1]
         request.block_ids = []
         request.num_published = 0

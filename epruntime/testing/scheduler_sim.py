@@ -1,0 +1,151 @@
+"""SchedulerSim: group schedulers and fake ranks in lockstep, one event at a time, everything checked.
+
+add / drop / send / collect in any order a test likes; `finish` runs the rest. Outputs are compared
+with `unbatched`, and after every event the books of each block pool are audited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from epruntime.config import SchedulerConfig
+from epruntime.engine.router import Router
+from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult
+from epruntime.testing.fake_rank import FakeRank, unbatched
+
+VOCAB_SIZE = 11
+
+
+def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), logprobs: int = -1) -> SamplingSpec:
+    return SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens,
+                        logprobs=logprobs)
+
+
+def audit(scheduler: GroupScheduler) -> None:
+    """Every block is free, cached, or referenced exactly as often as tables and quarantine say; none is lost."""
+    pool = scheduler._kv.pool
+    expected: Counter[int] = Counter()
+    for request in scheduler._requests.values():
+        expected.update(request.block_ids)
+    for blocks in pool._quarantine.values():
+        expected.update(blocks)
+    assert pool._refs == [expected[block] for block in range(pool.num_blocks)], "reference counts"
+    assert pool.num_quarantined == sum(map(len, pool._quarantine.values())), "quarantine count"
+    idle = pool._free + list(pool._cached)
+    assert sorted(idle) == [b for b in range(pool.num_blocks) if not expected[b]], "a block is lost or free twice"
+    assert all(pool._hash_of[b] is None for b in pool._free), "a free block is published"
+    assert all(pool._hash_of[b] is not None for b in pool._cached), "a cached block has no content"
+    assert {b: h for h, b in pool._block_of.items()} == {b: h for b, h in enumerate(pool._hash_of) if h}, "hash index"
+
+
+class SchedulerSim:
+    """`num_groups` schedulers with a FakeRank each, `depth` plans in flight at most."""
+
+    def __init__(self, *, num_groups: int = 1, depth: int = 2, block_size: int = 2, num_kv_blocks: int = 8,
+                 max_num_seqs: int = 4, max_num_batched_tokens: int = 8, max_model_len: int = 1000,
+                 prefix_caching: bool = True, late: bool = False, check: bool = True) -> None:
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                 pipeline_depth=depth)
+        self.depth = depth
+        self.schedulers = [
+            GroupScheduler(config, block_size=block_size, num_kv_blocks=num_kv_blocks, prefix_caching=prefix_caching,
+                           max_model_len=max_model_len) for _ in range(num_groups)]
+        self.ranks = [
+            FakeRank(num_blocks=num_kv_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
+                     max_num_batched_tokens=max_num_batched_tokens, vocab_size=VOCAB_SIZE, late=late, check=check)
+            for _ in range(num_groups)]
+        self.router = Router(num_groups)
+        self.prompts: dict[int, tuple[list[int], SamplingSpec]] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.ended: dict[int, int] = {}  # rid -> FINISH_*, or -1 dropped
+        self.num_in_flight = 0
+        self.step = 0
+        self.plans: list[list[StepPlan]] = []
+
+    @property
+    def live(self) -> list[int]:
+        return [rid for rid in self.prompts if rid not in self.ended]
+
+    @property
+    def has_work(self) -> bool:
+        return any(s.has_work for s in self.schedulers)
+
+    def add(self, prompt: Sequence[int], spec: SamplingSpec) -> int:
+        rid = len(self.prompts) + 1
+        group = self.router.assign(rid, len(prompt) + spec.max_tokens)
+        self.schedulers[group].add(rid, prompt, spec)
+        self.prompts[rid] = list(prompt), spec
+        self.outputs[rid] = []
+        return rid
+
+    def drop(self, rid: int) -> None:
+        """What the front end does on an abort, an expiry or a stop string."""
+        self.schedulers[self.router.group_of(rid)].drop(rid)
+        self.router.release(rid)
+        self.ended[rid] = -1
+        self.audit()
+
+    def send(self) -> list[StepPlan]:
+        """Makes the next plan of every group and lets the ranks execute it. Through the wire format, as in life."""
+        plans = [s.plan(self.step) for s in self.schedulers]
+        for rank, plan in zip(self.ranks, plans, strict=True):
+            assert StepPlan.from_wire(plan.to_wire()) == plan
+            rank.step(plan)
+        self.plans.append(plans)
+        self.step += 1
+        self.num_in_flight += 1
+        self.audit()
+        return plans
+
+    def collect(self) -> list[TokenUpdate]:
+        """Applies every group's result of the oldest step in flight."""
+        updates = []
+        for scheduler, rank in zip(self.schedulers, self.ranks, strict=True):
+            updates += scheduler.apply(StepResult.from_wire(rank.collect().to_wire()))
+        self.num_in_flight -= 1
+        for update in updates:
+            assert update.rid not in self.ended, f"update for the ended request {update.rid}"
+            if update.finish != FINISH_ERROR:
+                self.outputs[update.rid].append(update.token)
+            if update.finish != FINISH_NONE:
+                self.ended[update.rid] = update.finish
+                self.router.release(update.rid)
+        self.audit()
+        return updates
+
+    def finish(self, max_steps: int = 10_000) -> None:
+        """Runs until all requests have ended, as an engine does; then checks outputs and that nothing is left."""
+        for _ in range(max_steps):
+            while self.num_in_flight < self.depth and self.has_work:
+                self.send()
+            if not self.num_in_flight:
+                break
+            self.collect()
+        assert not self.live, f"stuck: requests {self.live} live, no work, nothing in flight"
+        self.send()  # carries the drops still to be told
+        self.collect()
+        for scheduler, rank in zip(self.schedulers, self.ranks, strict=True):
+            assert scheduler.num_running == scheduler.num_waiting == rank.num_requests == 0
+            assert scheduler.kv_usage == 0.0
+            assert not scheduler._due._buckets
+            assert not scheduler._ends._buckets
+        assert set(self.router.loads) == {0}
+        self.check_outputs()
+
+    def check_outputs(self) -> None:
+        """Every request has exactly the tokens that it gets alone; a dropped one a leading part of them."""
+        for rid, (prompt, spec) in self.prompts.items():
+            if self.ended.get(rid) == FINISH_ERROR:
+                assert not self.outputs[rid]
+                continue
+            tokens, finish = unbatched(prompt, spec, VOCAB_SIZE)
+            if rid in self.ended and self.ended[rid] >= 0:
+                assert (self.outputs[rid], self.ended[rid]) == (tokens, finish), f"request {rid}"
+            else:
+                assert self.outputs[rid] == tokens[:len(self.outputs[rid])], f"request {rid}"
+
+    def audit(self) -> None:
+        for scheduler in self.schedulers:
+            audit(scheduler)
