@@ -13,7 +13,6 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import msgpack
@@ -241,10 +240,12 @@ class ControlServer:
         self._reference: RankInfo | None = None
 
     async def listen_unix(self, path: str) -> str:
-        """Listens on a Unix socket in a directory that only this user can enter. Returns the control address."""
+        """Listens on a Unix socket, to be put in a directory that only this user can enter.
+
+        Returns the control address.
+        """
         loop = asyncio.get_running_loop()
         self._servers.append(await loop.create_unix_server(lambda: Connection(self), path, backlog=1024))
-        Path(path).chmod(0o600)
         return f"unix:{path}"
 
     async def listen_tcp(self, host: str, port: int = 0) -> str:
