@@ -1,0 +1,119 @@
+"""Generation: one membership of ranks, as seen from one of them; and the model that it serves.
+
+configure -> Generation: transport -> load: MoE runtime, model, KV cache -> ServedModel: runner -> steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from epruntime.comm.select import make_transport
+from epruntime.comm.transport import GroupInfo, Transport
+from epruntime.models.loader import LoadedModel, inspect_model, load_model
+from epruntime.moe.placement import contiguous
+from epruntime.moe.runtime import MoERuntime
+from epruntime.moe.stats import MoEStats
+from epruntime.moe.types import StepContext
+from epruntime.worker.input_batch import InputBatch
+from epruntime.worker.kv_budget import num_kv_blocks, resolve_max_model_len
+from epruntime.worker.letters import Configure, Load
+from epruntime.worker.memory import free_memory_bytes
+from epruntime.worker.runner import ModelRunner
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model ready to step on this rank.
+
+    Attributes:
+        model: weights, KV cache and description; runner: executes plans on it; moe: what its MoE layers share.
+        num_kv_blocks, block_size: geometry of the KV cache; max_model_len: tokens.
+    """
+
+    model: LoadedModel
+    runner: ModelRunner
+    moe: MoERuntime
+    num_kv_blocks: int
+    block_size: int
+    max_model_len: int
+
+    def describe(self) -> dict[str, Any]:
+        """Body of the `loaded` reply."""
+        return {
+            "num_kv_blocks": self.num_kv_blocks, "max_model_len": self.max_model_len,
+            "info": self.model.info.to_dict(), "load_report": asdict(self.model.load_report),
+            "experts_backend": self.moe.experts_backend,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Part of the `stats` reply that concerns the model."""
+        return {
+            "moe": self.moe.stats.snapshot(),
+            "kv": {"num_blocks": self.num_kv_blocks, "block_size": self.block_size,
+                   "bytes": self.num_kv_blocks * self.model.kv_bytes_per_block(self.block_size)},
+            "num_requests": self.runner.num_requests,
+        }
+
+    def close(self) -> None:
+        """Lets go of weights and KV cache."""
+        self.model.close()
+        self.moe.store.clear()
+
+
+class Generation:
+    """This rank's place in one membership, and its way to the other ranks.
+
+    Args:
+        config: the `configure` message. device: torch device type of the rows.
+
+    Raises:
+        ConfigError: the transport cannot serve this group. EngineDeadError: the ranks did not meet in time.
+    """
+
+    def __init__(self, config: Configure, *, device: str = "cpu") -> None:
+        self.config = config
+        self.context = StepContext()
+        self.transport: Transport = make_transport(config.transport, GroupInfo(
+            rank=config.ep_rank, world_size=config.world_size, generation=config.generation,
+            store_host=config.store_host, store_port=config.store_port, hosts=config.hosts, device=device,
+            timeout_s=config.step_timeout_s))
+
+    @property
+    def transport_name(self) -> str:
+        return self.transport.name
+
+    def load(self, letter: Load, progress: ProgressCallback) -> ServedModel:
+        """Loads this rank's part of a model and takes its KV cache.
+
+        Raises:
+            UnsupportedModelError, CheckpointError: the model is refused or damaged.
+            ConfigError: lengths, budgets or a backend that cannot work.
+        """
+        info = inspect_model(letter.model, dtype=letter.dtype)  # cheap: what is refused is refused before any weight is read
+        max_model_len = resolve_max_model_len(letter.max_model_len, model_limit=info.max_position_embeddings)
+        config = self.config
+        moe = MoERuntime(
+            transport=self.transport, placement_for=lambda experts: contiguous(experts, config.world_size),
+            backend=config.experts_backend, strict=config.strict, budget_rows=config.exchange_budget_tokens,
+            context=self.context, stats=MoEStats())
+        model = load_model(letter.model, dtype=letter.dtype, moe=moe, progress=progress)
+        blocks = num_kv_blocks(
+            num_blocks=letter.num_kv_blocks, memory_bytes=letter.kv_cache_memory_bytes, block_size=letter.block_size,
+            bytes_per_block=model.kv_bytes_per_block(letter.block_size), max_model_len=max_model_len,
+            whole_length=letter.max_model_len is not None, max_num_seqs=letter.max_num_seqs,
+            ranks_on_host=letter.ranks_on_host, free_bytes=free_memory_bytes())
+        model.allocate_kv(blocks, letter.block_size)
+        inputs = InputBatch(
+            block_size=letter.block_size, num_kv_blocks=blocks, max_num_batched_tokens=letter.max_num_batched_tokens,
+            max_model_len=max_model_len, vocab_size=model.info.vocab_size, strict=config.strict)
+        runner = ModelRunner(model, context=self.context, inputs=inputs)
+        return ServedModel(model=model, runner=runner, moe=moe, num_kv_blocks=blocks, block_size=letter.block_size,
+                           max_model_len=max_model_len)
+
+    def close(self) -> None:
+        """Ends the exchange; ranks that still wait for this one get an error."""
+        self.transport.close()

@@ -1,0 +1,78 @@
+"""Bodies of the control messages that a rank reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from epruntime.errors import ProtocolError
+
+Letter = TypeVar("Letter", "Configure", "Load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configure:
+    """This rank's place in a new generation, and how it exchanges rows.
+
+    Attributes:
+        store_host, store_port: where the ranks meet.
+        hosts: host name of each rank, by ep_rank.
+        transport, experts_backend: "auto" or a name.
+        invariance: "strict" or "fast".
+        exchange_budget_tokens: most rows received in one exchange round.
+        step_timeout_s: bound of every wait for the other ranks.
+        threads: compute threads; None keeps what the rank was started with.
+    """
+
+    generation: int
+    ep_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    hosts: tuple[str, ...]
+    transport: str
+    experts_backend: str
+    invariance: str
+    exchange_budget_tokens: int
+    step_timeout_s: float
+    threads: int | None = None
+
+    @property
+    def strict(self) -> bool:
+        return self.invariance == "strict"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """A model for this generation.
+
+    Attributes:
+        model: directory of the checkpoint; dtype: "auto", "float32" or "bfloat16".
+        max_model_len, num_kv_blocks, kv_cache_memory_bytes: None for the default.
+        ranks_on_host: ranks that share this host's memory.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    ranks_on_host: int = 1
+
+
+def parse(kind: type[Letter], message: dict[str, Any]) -> Letter:
+    """Reads the body of a control message.
+
+    Raises:
+        ProtocolError: a field is missing or unknown.
+    """
+    names = {f.name for f in fields(kind)}
+    body = {key: tuple(value) if isinstance(value, list) else value for key, value in message.items()
+            if key in names or key not in ("type", "id", "generation")}  # generation is in every frame's envelope
+    try:
+        return kind(**body)
+    except TypeError as error:
+        raise ProtocolError(f"message {message['type']!r}: {error}; coordinator and rank differ in version") from error

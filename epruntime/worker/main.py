@@ -1,0 +1,56 @@
+"""The life of a rank process, whatever launched it.
+
+bootstrap -> threads, environment -> connect -> RankLoop -> close
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import torch
+
+from epruntime import envs
+from epruntime.comm.control import ControlClient, RankBootstrap
+from epruntime.ops.extension import kernel_signature
+from epruntime.worker.generation import Generation
+from epruntime.worker.rank import RankLoop
+
+logger = logging.getLogger("epruntime.worker.main")
+
+
+def run_rank(bootstrap: RankBootstrap) -> int:
+    """Serves as a rank until the coordinator ends it. Returns the process's exit code.
+
+    Raises:
+        HandshakeError: the coordinator was not reached, or refused this rank.
+    """
+    prepare_process(bootstrap.threads)
+    with ControlClient.connect(bootstrap, signature=kernel_signature()) as control:
+        control.exit_on_hangup()
+        loop = RankLoop(control, threads=bootstrap.threads,
+                        open_generation=lambda config: Generation(config, device=bootstrap.device))
+        return loop.run()
+
+
+def prepare_process(threads: int) -> None:
+    """Settings of a process that is a rank and nothing else: threads, no model hub, signals."""
+    # Checkpoints are local directories. Nothing a rank imports may ask the network for one.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(threads)
+    if torch.get_num_interop_threads() != 1:
+        torch.set_num_interop_threads(1)  # ranks share their host's cores; a rank runs one operation at a time
+    if threading.current_thread() is threading.main_thread():
+        # Ctrl-C in a terminal reaches the whole process group: the coordinator decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The default action ends the process also while it waits inside native code, where no Python handler runs.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def configure_logging() -> None:
+    """Log lines on standard error; the launcher reads them and keeps their level."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("epruntime").setLevel(str(envs.get("EPRUNTIME_LOG_LEVEL")))
