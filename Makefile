@@ -1,0 +1,107 @@
+# make demo | test | lint | proto | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
+#
+# .venv -> torch -> the project's dependencies -> the C++ kernels. Each step leaves a stamp in .venv/stamps, so that a
+# second run does nothing, and a change of TORCH, pyproject.toml or csrc repeats only what depends on it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Which torch. A CUDA machine: the default, from the normal index. A CPU-only machine, to spare gigabytes of CUDA
+# libraries: TORCH_INDEX_URL=<index of CPU builds>.
+TORCH ?= torch==2.13.0
+TORCH_INDEX_URL ?=
+EXTRAS ?= serve,ray,gguf,dev
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+PYTEST_ARGS ?=
+
+VENV := .venv
+STAMPS := $(VENV)/stamps
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint requirements/constraints.txt
+CSRC := $(shell find csrc -type f 2>/dev/null)
+say = @echo "==> $(1)"
+
+.PHONY: help demo test lint proto sizes clean setup FORCE
+
+help:
+	@echo "make demo    a small MoE model on two Ray ranks, answers streamed through the gRPC client"
+	@echo "make test    the test suite"
+	@echo "make lint    ruff, mypy, clang-format, import rules, generated proto modules"
+	@echo "make proto   generate the proto modules again"
+	@echo "make sizes   lines per file"
+	@echo "make clean   remove what was built here"
+
+$(STAMPS)/venv:
+	@test -n "$(PYTHON)" || { echo "epruntime needs Python 3.11 or newer with its venv module (Debian: python3-venv);" \
+	    "set PYTHON=/path/to/python"; exit 1; }
+	$(call say,making $(VENV) with $(PYTHON))
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@$(PIP) -q setuptools wheel
+	@touch $@
+
+# Holds the choice; rewritten only when it changes.
+$(STAMPS)/torch-choice: $(STAMPS)/venv FORCE
+	@echo "$(TORCH) $(TORCH_INDEX_URL)" | cmp -s - $@ || echo "$(TORCH) $(TORCH_INDEX_URL)" > $@
+
+# torch first, by itself: resolved along with the rest it might be taken in another build.
+$(STAMPS)/torch: $(STAMPS)/torch-choice
+	$(call say,installing $(TORCH) (a few hundred megabytes, more with CUDA))
+ifeq ($(strip $(TORCH_INDEX_URL)),)
+	@$(PIP) "$(TORCH)"
+else
+	@$(PIP) --no-deps --index-url "$(TORCH_INDEX_URL)" "$(TORCH)"
+endif
+	@touch $@
+
+$(STAMPS)/project: $(STAMPS)/torch pyproject.toml requirements/constraints.txt
+	$(call say,installing epruntime[$(EXTRAS)] and its dependencies)
+	@before=$$($(BIN)/python -m pip list --format=freeze | grep '^torch=='); \
+	    EPRUNTIME_SKIP_EXTENSION=1 $(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"; \
+	    after=$$($(BIN)/python -m pip list --format=freeze | grep '^torch=='); \
+	    test "$$before" = "$$after" || { echo "torch changed from $$before to $$after: set TORCH to a version that" \
+	    "pyproject.toml allows"; exit 1; }
+	@touch $@
+
+$(STAMPS)/kernels: $(STAMPS)/project setup.py $(CSRC)
+	$(call say,building the C++ kernels (about 20 s))
+	@rm -f epruntime/_C.*.so
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@$(BIN)/python -c 'from epruntime.ops.extension import kernel_signature; print("kernels:", kernel_signature())'
+	@touch $@
+
+setup: $(STAMPS)/kernels
+
+demo: setup
+	$(call say,running examples/demo.py)
+	@$(BIN)/python examples/demo.py
+
+test: setup
+	$(call say,running the tests)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: setup
+	$(call say,ruff)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	$(call say,mypy)
+	@$(BIN)/mypy
+	$(call say,clang-format)
+	@$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(call say,import rules)
+	@$(BIN)/lint-imports
+	$(call say,generated proto modules)
+	@$(BIN)/python -m epruntime.proto.generate --check
+
+proto: setup
+	@$(BIN)/python -m epruntime.proto.generate
+
+sizes:
+	@git ls-files '*.py' '*.pyi' '*.cpp' '*.h' '*.proto' | grep -v _pb2 | xargs wc -l | sort -n
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info epruntime/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find epruntime tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
