@@ -66,7 +66,7 @@ class BlockPool:
         if count > self.num_free:
             raise ValueError(f"{count} KV blocks asked, {self.num_free} of {self.num_blocks} free")
         split = max(0, len(self._free) - count)
-        blocks = self._free[split:]
+        blocks = self._free[split:][::-1]
         del self._free[split:]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)

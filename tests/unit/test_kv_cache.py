@@ -1,0 +1,170 @@
+"""BlockPool and KVCacheManager: who owns a block, when it may be handed out again, what the prefix cache gives."""
+
+import hashlib
+
+import pytest
+
+from epruntime.engine.kv_cache import BlockPool, KVCacheManager, extend_block_hashes
+from epruntime.engine.request import SchedulerRequest
+from epruntime.testing.scheduler_sim import make_spec
+
+
+def request(tokens: list[int], rid: int = 1) -> SchedulerRequest:
+    return SchedulerRequest(rid=rid, arrival=rid, token_ids=list(tokens), num_prompt_tokens=len(tokens),
+                            spec=make_spec(max_tokens=8))
+
+
+def admit(kv: KVCacheManager, req: SchedulerRequest) -> int:
+    """Admits and returns the number of cached tokens."""
+    found = kv.match(req)
+    assert found is not None
+    kv.admit(req, *found)
+    return len(found[0]) * kv.block_size
+
+
+def test_allocate_gives_distinct_blocks_until_none_is_left():
+    pool = BlockPool(5)
+    first, second = pool.allocate(2), pool.allocate(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert pool.num_free == 0
+    with pytest.raises(ValueError, match="1 KV blocks asked, 0 of 5 free"):
+        pool.allocate(1)
+
+
+def test_a_shared_block_is_free_only_after_its_last_release():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    pool.release([block])
+    assert pool.num_free == 1
+    pool.release([block])
+    assert pool.num_free == 2
+    with pytest.raises(ValueError, match="released more often"):
+        pool.release([block])
+
+
+def test_quarantine_holds_blocks_until_exactly_its_step_has_ended():
+    pool = BlockPool(3)
+    pool.quarantine(pool.allocate(2), until_step=7)
+    pool.quarantine(pool.allocate(1), until_step=6)
+    assert (pool.num_free, pool.num_quarantined, pool.num_returning()) == (0, 3, 3)
+    pool.end_step(5)
+    assert pool.num_free == 0
+    pool.end_step(6)
+    assert pool.num_free == 1
+    pool.end_step(7)
+    assert (pool.num_free, pool.num_quarantined) == (3, 0)
+
+
+def test_released_published_blocks_are_evicted_least_recently_used_first():
+    pool = BlockPool(3)
+    a, b, c = pool.allocate(3)
+    for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
+        pool.publish(block, name)
+    pool.release([b])
+    pool.release([a])
+    pool.release([c])
+    pool.share([b])  # used again, and released last
+    pool.release([b])
+    assert pool.num_free == 3
+    assert pool.allocate(1) == [a]
+    assert pool.match([b"a"]) == []
+    assert pool.match([b"b"]) == [b]
+    assert pool.allocate(2) == [c, b]
+    assert pool.match([b"b"]) == pool.match([b"c"]) == []
+
+
+def test_match_stops_at_the_first_gap():
+    pool = BlockPool(3)
+    a, b, c = pool.allocate(3)
+    pool.publish(a, b"a")
+    pool.publish(c, b"c")
+    assert pool.match([b"a", b"b", b"c"]) == [a]
+    assert pool.match([b"b"]) == []
+    pool.publish(b, b"a")  # the same content again: the first block stays
+    assert pool.match([b"a"]) == [a]
+
+
+def test_share_of_a_block_without_content_is_refused():
+    pool = BlockPool(2)
+    with pytest.raises(ValueError, match="has no content to share"):
+        pool.share([0])
+    with pytest.raises(ValueError, match="not referenced"):
+        pool.publish(0, b"x")
+
+
+def test_can_take_counts_evictable_hits_once():
+    pool = BlockPool(3)
+    a, b = pool.allocate(2)
+    pool.publish(a, b"a")
+    pool.release([a])  # a cached and evictable, one more free, b in use
+    assert pool.num_free == 2
+    assert pool.can_take([a], 1)
+    assert not pool.can_take([a], 2)  # taking a leaves one
+    assert pool.can_take([b], 2)  # b costs nothing: it is referenced already
+
+
+def test_hashes_chain_over_all_tokens_before():
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, [1, 2, 3, 4, 5], 2, 2)
+    first = hashlib.blake2b(bytes(32) + b"\x01\0\0\0\x02\0\0\0", digest_size=32).digest()
+    second = hashlib.blake2b(first + b"\x03\0\0\0\x04\0\0\0", digest_size=32).digest()
+    assert hashes == [first, second]
+    other: list[bytes] = []
+    extend_block_hashes(other, [9, 2, 3, 4], 2, 2)
+    assert other[1] != second  # same block, other history
+
+
+def test_prefix_hit_gives_the_confirmed_full_blocks_and_always_leaves_a_token():
+    kv = KVCacheManager(num_blocks=8, block_size=2, prefix_caching=True)
+    first = request([1, 2, 3, 4, 5])
+    assert admit(kv, first) == 0
+    assert len(first.block_ids) == 3
+    kv.confirm(first, 3)  # one full block computed
+    assert admit(kv, second := request([1, 2, 3, 4, 5], 2)) == 2
+    assert second.block_ids[0] == first.block_ids[0]
+    assert not set(second.block_ids[1:]) & set(first.block_ids)
+    kv.confirm(first, 5)
+    assert admit(kv, request([1, 2, 3, 4], 3)) == 2  # both blocks are cached, the last token is computed anyway
+    assert kv.pool.num_free == 8 - 3 - 2 - 1
+
+
+def test_nothing_is_published_without_prefix_caching():
+    kv = KVCacheManager(num_blocks=8, block_size=2, prefix_caching=False)
+    first = request([1, 2, 3, 4, 5])
+    admit(kv, first)
+    kv.confirm(first, 5)
+    assert admit(kv, request([1, 2, 3, 4, 5], 2)) == 0
+
+
+def test_released_blocks_of_an_ended_step_are_free_at_once_and_later_ones_wait():
+    kv = KVCacheManager(num_blocks=4, block_size=2, prefix_caching=True)
+    kv.end_step(3)
+    first, second = request([1, 2]), request([3, 4], 2)
+    admit(kv, first)
+    admit(kv, second)
+    assert kv.usage == 0.5
+    kv.release(first, until_step=3)
+    assert kv.usage == 0.25
+    kv.release(second, until_step=4)
+    assert (kv.usage, second.block_ids) == (0.25, [])
+    kv.end_step(4)
+    assert kv.usage == 0.0
+
+
+def test_the_tail_of_a_released_table_is_evicted_before_its_head():
+    kv = KVCacheManager(num_blocks=3, block_size=1, prefix_caching=True)
+    first = request([1, 2, 3])
+    admit(kv, first)
+    kv.confirm(first, 3)
+    table = list(first.block_ids)
+    kv.release(first, until_step=-1)
+    assert kv.pool.allocate(1) == [table[2]]
+    assert len(kv.pool.match(first.hashes)) == 2
+
+
+def test_match_takes_nothing_and_says_none_when_blocks_are_short():
+    kv = KVCacheManager(num_blocks=2, block_size=2, prefix_caching=True)
+    assert kv.match(request([1, 2, 3, 4, 5])) is None
+    assert kv.match(request([1, 2, 3])) == ([], 2)
+    assert kv.pool.num_free == 2
