@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
 from epruntime.proto import inference_pb2 as pb
