@@ -1,6 +1,6 @@
 """Sparse upcycling: a dense Llama-like checkpoint becomes a Mixtral-architecture mixture of experts.
 
-dense tensors -> copy (attention, norms, embeddings) | E noisy copies (MLP) | random router -> shards -> rename into place
+dense tensors -> copies (attention, norms, embeddings), E noisy copies (MLP), random routers -> shards -> rename
 
 Every expert starts as a copy of the dense MLP (Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts
 from Dense Checkpoints", arXiv:2212.05055). Mixtral's top-k weights are renormalised to sum to one, so without noise
@@ -35,7 +35,7 @@ MAX_SHARD_BYTES = 2 * 2**30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: Dense MLP projection -> name of an expert's copy, as Mixtral checkpoints spell it.
-EXPERT_NAMES = {"mlp.gate_proj.weight": "w1.weight", "mlp.up_proj.weight": "w3.weight", "mlp.down_proj.weight": "w2.weight"}
+EXPERT_NAMES = {"gate_proj.weight": "w1.weight", "up_proj.weight": "w3.weight", "down_proj.weight": "w2.weight"}
 
 #: Files that come along as they are: they say how text becomes tokens, and when an answer ends.
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -45,7 +45,7 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleReport:
-    """What `upcycle` made. Parameters are counted once where embeddings are tied; active ones are those a token uses."""
+    """What `upcycle` made. Tied embeddings count once; active parameters are those that one token uses."""
 
     out: Path
     source: str
@@ -111,6 +111,7 @@ def upcycle(
     _check_arguments(num_experts, top_k, noise, seed, dtype)
     target = _check_target(Path(out))
     directory, gguf_file = _find(Path(dense))
+    source: DenseSource
     if gguf_file is not None:
         if progress is not None:
             progress("dequantise", 0, 0)
@@ -164,7 +165,7 @@ def _plan(config: Any, num_experts: int) -> list[_Output]:
         block = f"{prefix}.block_sparse_moe"
         if rest == "gate_proj.weight":
             outputs.append(_Output(name=f"{block}.gate.weight", shape=(num_experts, config.hidden_size), source=None))
-        copy = EXPERT_NAMES[f"mlp.{rest}"]
+        copy = EXPERT_NAMES[rest]
         outputs += [_Output(name=f"{block}.experts.{expert}.{copy}", shape=shape, source=name, expert=expert)
                     for expert in range(num_experts)]
     return outputs
@@ -192,7 +193,8 @@ def _data(outputs: list[_Output], source: DenseSource, dtype: torch.dtype, noise
 
 
 def _noisy(source: DenseSource, output: _Output, std: float, seed: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    assert output.source is not None and output.expert is not None
+    assert output.source is not None
+    assert output.expert is not None
     generator = _generator(seed, output.source, output.expert)
     for piece in source.chunks(output.source):
         drawn = torch.randn(piece.numel(), generator=generator)
@@ -245,7 +247,7 @@ def _find(dense: Path) -> tuple[Path, Path | None]:
     if any(dense.glob("*.safetensors")) or not ggufs:
         return dense, None
     if len(ggufs) > 1:
-        raise CheckpointError(f"{dense} holds {len(ggufs)} GGUF files ({ggufs[0].name}, {ggufs[1].name}, ...): name one")
+        raise CheckpointError(f"{dense} holds {len(ggufs)} GGUF files, {ggufs[0].name} among them: name one")
     return dense, ggufs[0]
 
 

@@ -65,11 +65,11 @@ def save_tokenizer(path: Path, out: Path) -> None:
 def _inspect(path: Path) -> list[int]:
     """Checks metadata and tensor names before anything large is read; returns the end-of-sequence ids."""
     try:
-        import accelerate  # noqa: F401  (transformers needs it to load GGUF)
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401  (transformers needs it to load GGUF)
         import gguf
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{path}: reading GGUF needs the packages gguf and accelerate ({error}); install epruntime[serve], or "
+            f"{path}: reading GGUF needs the packages gguf and accelerate ({error}); install epruntime[gguf], or "
             "pip install gguf accelerate") from error
     try:
         reader = gguf.GGUFReader(path)

@@ -105,7 +105,7 @@ class SafetensorsSource(DenseSource):
         buffer = torch.empty(min(left, CHUNK_ELEMENTS), dtype=place.info.dtype)
         while left:
             piece = buffer[: min(left, CHUNK_ELEMENTS)]
-            view = memoryview(piece.view(torch.uint8).numpy())
+            view = piece.view(torch.uint8).numpy().data
             _read_fully(file, view, offset, place.path, name)
             yield piece
             left -= piece.numel()

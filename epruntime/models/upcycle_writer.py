@@ -59,12 +59,14 @@ class ShardWriter:
             with (self._directory / name).open("wb") as file:
                 file.write(self._header(shard))
                 for tensor, shape, num_bytes in shard:
-                    written = sum(file.write(memoryview(piece.contiguous().view(torch.uint8).numpy()))
-                                  for piece in next(tensors))
+                    written = 0
+                    for piece in next(tensors):
+                        written += file.write(piece.contiguous().view(torch.uint8).numpy().data)
                     assert written == num_bytes, f"{tensor} {shape}: wrote {written} of {num_bytes} bytes"
                     weight_map[tensor] = name
                 file.flush()
                 os.fsync(file.fileno())
+        assert next(tensors, None) is None, "data for more tensors than were laid out"
         if self.num_shards > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
