@@ -11,7 +11,8 @@ from typing import Any
 
 from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo, Transport
-from epruntime.models.loader import LoadedModel, inspect_model, load_model
+from epruntime.models.loaded import LoadedModel
+from epruntime.models.loader import inspect_model, load_model
 from epruntime.moe.placement import contiguous
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
@@ -93,7 +94,8 @@ class Generation:
             UnsupportedModelError, CheckpointError: the model is refused or damaged.
             ConfigError: lengths, budgets or a backend that cannot work.
         """
-        info = inspect_model(letter.model, dtype=letter.dtype)  # cheap: what is refused is refused before any weight is read
+        # Reads headers only: what is refused is refused before any weight is read.
+        info = inspect_model(letter.model, dtype=letter.dtype)
         max_model_len = resolve_max_model_len(letter.max_model_len, model_limit=info.max_position_embeddings)
         config = self.config
         moe = MoERuntime(

@@ -174,7 +174,8 @@ class InputBatch:
         positions = np.arange(start, end)
         self._input_ids_T[row : row + count] = request.tokens[start:end]
         self._positions_T[row : row + count] = positions
-        self._slots_T[row : row + count] = request.block_ids[positions // size].astype(np.int64) * size + positions % size
+        blocks = request.block_ids[positions // size].astype(np.int64)
+        self._slots_T[row : row + count] = blocks * size + positions % size
 
     def _forward_batch(
         self, num_tokens: int, scheduled: list[RankRequest], widest: int, logits_rows: list[int]
@@ -223,7 +224,7 @@ class InputBatch:
                 f"plan of step {plan.step}: prefill computes {count} tokens of request {rid}, which {state}")
 
     def _check_blocks(self, plan: StepPlan, rid: int, block_ids: tuple[int, ...]) -> None:
-        if block_ids and not (0 <= min(block_ids) and max(block_ids) < self._num_kv_blocks):
+        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_kv_blocks):
             raise ProtocolError(
                 f"plan of step {plan.step}: request {rid} is granted KV blocks {list(block_ids)}, but this rank has "
                 f"blocks 0..{self._num_kv_blocks - 1}")

@@ -69,9 +69,10 @@ def parse(kind: type[Letter], message: dict[str, Any]) -> Letter:
     Raises:
         ProtocolError: a field is missing or unknown.
     """
-    names = {f.name for f in fields(kind)}
-    body = {key: tuple(value) if isinstance(value, list) else value for key, value in message.items()
-            if key in names or key not in ("type", "id", "generation")}  # generation is in every frame's envelope
+    envelope = {"type", "id", "generation"} - {f.name for f in fields(kind)}
+    body: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in message.items() if key not in envelope}
     try:
         return kind(**body)
     except TypeError as error:

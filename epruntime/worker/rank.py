@@ -108,8 +108,7 @@ class RankLoop:
                 self._control.send({"id": message.get("id", 0), **reply})
         except ConnectionClosedError:
             raise
-        except Exception as error:
-            # Whatever it is, the coordinator must learn of it: it waits for an answer.
+        except Exception as error:  # noqa: BLE001 - the coordinator waits for an answer, whatever went wrong
             logger.error("%s failed: %s: %s", self.progress, type(error).__name__, error)
             self._control.send(failed(message.get("id", 0), error, where=str(self.progress)))
         finally:
@@ -181,8 +180,7 @@ class RankLoop:
         assert self._membership is not None
         try:
             self._membership.close()
-        except Exception as error:
-            # The step's own error is the one to report; this one must not hide it.
+        except Exception as error:  # noqa: BLE001 - the step's own error is the one to report
             logger.warning("closing the transport after a failed step: %s: %s", type(error).__name__, error)
 
     def _leave(self) -> None:

@@ -51,7 +51,8 @@ def sample(logits_NV: torch.Tensor, specs: Sequence[SamplingSpec], positions: Se
         specs: N sampling parameters.
         positions: N indices that the chosen tokens will have in their whole sequences.
     """
-    assert logits_NV.dtype == torch.float32 and logits_NV.shape[0] == len(specs) == len(positions)
+    assert logits_NV.dtype == torch.float32
+    assert logits_NV.shape[0] == len(specs) == len(positions)
     rows_NV = logits_NV.cpu().numpy()
     tokens = np.full(len(specs), -1, np.int32)
     logprobs: dict[int, TokenLogprobs] = {}

@@ -114,9 +114,9 @@ class Coordinator:
                 return reply
 
     def configure(self, generation: int, **changes: Any) -> Message:
-        body = dict(generation=generation, ep_rank=0, world_size=1, store_host="", store_port=0, hosts=["h"],
-                    transport="auto", experts_backend="auto", invariance="strict", exchange_budget_tokens=8,
-                    step_timeout_s=5.0, threads=None)
+        body = {"generation": generation, "ep_rank": 0, "world_size": 1, "store_host": "", "store_port": 0,
+                "hosts": ["h"], "transport": "auto", "experts_backend": "auto", "invariance": "strict",
+                "exchange_budget_tokens": 8, "step_timeout_s": 5.0, "threads": None}
         return self.call("configure", **{**body, **changes})
 
     def load(self, model: str = "dice") -> Message:
@@ -145,19 +145,22 @@ def coordinator() -> Iterator[Coordinator]:
 def test_the_whole_life(coordinator):
     assert coordinator.configure(4)["transport"] == "dice"
     loaded = coordinator.load()
-    assert loaded["type"] == "loaded" and loaded["num_kv_blocks"] == 5
+    assert loaded["type"] == "loaded"
+    assert loaded["num_kv_blocks"] == 5
     for step in (10, 11):
         result = StepResult.from_wire(coordinator.plan(step, 4)["result"])
         assert (result.step, result.generation, result.tokens.tolist()) == (step, 4, [step])
     stats = coordinator.call("stats")
-    assert stats["moe"] == {"layers": {}} and stats["memory"]["pss"] > 0
+    assert stats["moe"] == {"layers": {}}
+    assert stats["memory"]["pss"] > 0
     assert coordinator.call("unload")["type"] == "unloaded"
     assert coordinator.generations[0].models[0].closed
     assert coordinator.load()["type"] == "loaded", "another model in the same generation, and steps count anew"
     assert coordinator.plan(0, 4)["type"] == "result"
     coordinator.send("shutdown")
     assert coordinator.end() == 0
-    assert coordinator.generations[0].closed == 1 and coordinator.generations[0].models[1].closed
+    assert coordinator.generations[0].closed == 1
+    assert coordinator.generations[0].models[1].closed
 
 
 def test_progress_comes_before_the_reply(coordinator):
@@ -176,11 +179,13 @@ def test_a_new_generation_closes_the_old_model_and_transport_first(coordinator):
     coordinator.load()
     coordinator.configure(2)
     old = coordinator.generations[0]
-    assert old.closed == 1 and old.models[0].closed
+    assert old.closed == 1
+    assert old.models[0].closed
     assert coordinator.plan(0, 2)["kind"] == "EngineDeadError"  # nothing is loaded in the new one
     coordinator.load()
     refused = coordinator.plan(0, 1)
-    assert refused["kind"] == "ProtocolError" and "generation 1" in refused["message"]
+    assert refused["kind"] == "ProtocolError"
+    assert "generation 1" in refused["message"]
     assert coordinator.plan(0, 2)["type"] == "result", "a stale plan does no harm"
 
 
@@ -193,11 +198,14 @@ def test_a_generation_number_is_used_once(coordinator):
 
 def test_failed_configure_and_load_leave_the_rank_usable(coordinator):
     failed = coordinator.configure(1, transport="unwilling")
-    assert failed["type"] == "failed" and failed["where"] == "configure" and "no such road" in failed["message"]
+    assert failed["type"] == "failed"
+    assert failed["where"] == "configure"
+    assert "no such road" in failed["message"]
     assert coordinator.load()["kind"] == "ProtocolError"
     coordinator.configure(2)
     failed = coordinator.load("damaged")
-    assert (failed["kind"], failed["where"]) == ("CheckpointError", "load") and "tensor x" in failed["message"]
+    assert (failed["kind"], failed["where"]) == ("CheckpointError", "load")
+    assert "tensor x" in failed["message"]
     assert "Traceback" in failed["traceback"]
     assert coordinator.load()["type"] == "loaded"
     assert coordinator.plan(0, 2)["type"] == "result"
@@ -215,7 +223,8 @@ def test_a_failed_plan_ends_the_generation_and_names_the_step(coordinator):
     assert generation.closed == 1, "nobody waits for this rank any longer"
     generation.models[0].runner.error = None
     late = coordinator.plan(10, 1)
-    assert late["kind"] == "EngineDeadError" and "step 9" in late["message"]
+    assert late["kind"] == "EngineDeadError"
+    assert "step 9" in late["message"]
     assert coordinator.load()["kind"] == "ProtocolError"
     coordinator.configure(2)
     assert generation.closed == 1, "closed once"
@@ -228,7 +237,9 @@ def test_a_missing_step_is_noticed(coordinator):
     coordinator.load()
     coordinator.plan(0, 1)
     failed = coordinator.plan(2, 1)
-    assert failed["kind"] == "ProtocolError" and "step 2" in failed["message"] and "step 1" in failed["message"]
+    assert failed["kind"] == "ProtocolError"
+    assert "step 2" in failed["message"]
+    assert "step 1" in failed["message"]
 
 
 def test_foreign_errors_and_unknown_messages_are_answered(coordinator):
@@ -243,4 +254,5 @@ def test_a_coordinator_that_goes_away_ends_the_rank(coordinator):
     coordinator.load()
     coordinator.sock.close()
     assert coordinator.end() == EXIT_ORPHANED
-    assert coordinator.generations[0].closed == 1 and coordinator.generations[0].models[0].closed
+    assert coordinator.generations[0].closed == 1
+    assert coordinator.generations[0].models[0].closed

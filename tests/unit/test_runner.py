@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from epruntime.config import SchedulerConfig
+from epruntime.engine.scheduler import GroupScheduler
 from epruntime.errors import ProtocolError
 from epruntime.models.batch import ForwardBatch
 from epruntime.moe.types import StepContext
@@ -26,6 +28,7 @@ from epruntime.worker.runner import ModelRunner
 from epruntime.worker.sampler import sample
 
 VOCABULARY, BLOCK, BLOCKS = 50, 4, 64
+FINISH_ABORTED = 9  # the test's own mark
 NAN_HISTORY_END = 49  # the fake model's logits are NaN after this token
 
 
@@ -49,8 +52,11 @@ class HistoryModel:
         self.rows.append(batch.input_ids_T.numel())
         ids, positions, slots = (t.numpy() for t in (batch.input_ids_T, batch.positions_T, batch.slots_T))
         starts, lens, tables = (t.numpy() for t in (batch.query_starts_S1, batch.seq_lens_S, batch.block_tables_SB))
-        assert starts[0] == 0 and starts[-1] == batch.num_tokens and tables.shape[0] == len(lens)
-        assert (slots[: batch.num_tokens] >= 0).all() and (slots[batch.num_tokens :] == -1).all()
+        assert starts[0] == 0
+        assert starts[-1] == batch.num_tokens
+        assert tables.shape[0] == len(lens)
+        assert (slots[: batch.num_tokens] >= 0).all()
+        assert (slots[batch.num_tokens :] == -1).all()
         self.cache[slots[: batch.num_tokens]] = ids[: batch.num_tokens]
         out = []
         for row in batch.logits_rows_N.tolist():
@@ -108,7 +114,8 @@ class Collected:
         self.step += 1
         result = StepResult.from_wire(self.runner.step(plan).to_wire())
         assert (result.step, result.generation) == (plan.step, 3)
-        for rid, token, finish in zip(result.rids.tolist(), result.tokens.tolist(), result.finish.tolist(), strict=True):
+        columns = result.rids.tolist(), result.tokens.tolist(), result.finish.tolist()
+        for rid, token, finish in zip(*columns, strict=True):
             self.tokens.setdefault(rid, []).append(token)
             if finish != FINISH_NONE:
                 self.finish[rid] = finish
@@ -128,8 +135,10 @@ def test_a_batch_equals_each_request_by_itself(strict, temperature):
     first = collected.run(
         new=tuple(new(rid, p, specs[rid], range(rid * 5, rid * 5 + 5)) for rid, p in PROMPTS.items()),
         prefill={rid: len(p) for rid, p in PROMPTS.items()})
-    assert first.num_prefill_tokens == sum(map(len, PROMPTS.values())) and first.num_decode_tokens == 0
-    assert context.num_tokens == 17 and model.rows[-1] == (32 if strict else 17)
+    assert first.num_prefill_tokens == sum(map(len, PROMPTS.values()))
+    assert first.num_decode_tokens == 0
+    assert context.num_tokens == 17
+    assert model.rows[-1] == (32 if strict else 17)
     while runner.num_requests:
         assert collected.run().num_prefill_tokens == 0
     for rid, prompt in PROMPTS.items():
@@ -150,7 +159,8 @@ def test_chunked_prefill_beside_decode_and_blocks_granted_as_needed():
     collected.run(blocks={2: (33,)}, prefill={2: 1})
     assert 2 not in collected.tokens
     last = collected.run(prefill={2: 1})  # the last chunk, of one token, samples
-    assert last.num_prefill_tokens == 1 and len(collected.tokens[2]) == 1
+    assert last.num_prefill_tokens == 1
+    assert len(collected.tokens[2]) == 1
     collected.run(blocks={1: (5,)})
     while runner.num_requests:
         collected.run(blocks={2: (11,)} if 2 not in collected.finish and len(collected.tokens[2]) == 3 else {})
@@ -165,7 +175,8 @@ def test_hold_sits_out_and_changes_nothing():
     collected.run(new=(new(1, PROMPTS[1], s, range(4)),), prefill={1: 3})
     for _ in range(3):
         result = collected.run(hold=(1,))
-        assert result.rids.size == 0 and result.num_decode_tokens == 0
+        assert result.rids.size == 0
+        assert result.num_decode_tokens == 0
     collected.run()
     collected.run(hold=(1,))
     while runner.num_requests:
@@ -197,7 +208,7 @@ def test_preempted_and_readmitted_with_other_blocks_goes_on_where_it_was():
 
 
 def test_a_cached_prefix_is_not_computed_again():
-    runner, model, _ = make_runner()
+    runner, _, _ = make_runner()
     prompt, s = PROMPTS[2], spec(max_tokens=3)
     collected = Collected(runner)
     collected.run(new=(new(1, prompt, s, (1, 2, 3)),), prefill={1: 9})
@@ -209,7 +220,8 @@ def test_a_cached_prefix_is_not_computed_again():
     assert collected.tokens[1] == collected.tokens[2] == expected_tokens(prompt, s)[0]
     # One uncomputed token is a prefill like any other: it waits until it is named.
     collected.run(new=(new(3, prompt, s, (1, 2, 9), num_computed=8),))
-    assert 3 not in collected.tokens and runner.num_requests == 1
+    assert 3 not in collected.tokens
+    assert runner.num_requests == 1
 
 
 def test_a_request_that_ended_leaves_nothing_to_do_for_plans_in_flight():
@@ -220,9 +232,11 @@ def test_a_request_that_ended_leaves_nothing_to_do_for_plans_in_flight():
     collected.run(new=(new(1, PROMPTS[1], stop, range(4)),), prefill={1: 3})
     while runner.num_requests:
         collected.run()
-    assert collected.tokens[1] == tokens[: tokens.index(tokens[2]) + 1] and collected.finish[1] == FINISH_STOP
+    assert collected.tokens[1] == tokens[: tokens.index(tokens[2]) + 1]
+    assert collected.finish[1] == FINISH_STOP
     late = collected.run(blocks={1: (9,)}, hold=(1,))
-    assert late.rids.size == 0 and late.num_decode_tokens == 0
+    assert late.rids.size == 0
+    assert late.num_decode_tokens == 0
     collected.run(drop=(1,))
     for _ in range(20):
         collected.run()
@@ -235,7 +249,8 @@ def test_zero_work_still_makes_one_forward():
     context.num_tokens = 7
     result = Collected(runner).run()
     assert result.rids.size == result.tokens.size == result.finish.size == 0
-    assert context.num_tokens == 0 and model.rows == [1]
+    assert context.num_tokens == 0
+    assert model.rows == [1]
 
 
 def test_rows_and_logits_rows_are_padded():
@@ -246,11 +261,15 @@ def test_rows_and_logits_rows_are_padded():
     Collected(runner).run(new=(new(1, list(range(33)), spec(), range(9)), new(2, [5, 6], spec(), range(10, 12))),
                           prefill={1: 33, 2: 2})
     (batch,) = seen
-    assert batch.num_tokens == 35 and batch.input_ids_T.numel() == 64 and batch.logits_rows_N.numel() == 32
+    assert batch.num_tokens == 35
+    assert batch.input_ids_T.numel() == 64
+    assert batch.logits_rows_N.numel() == 32
     assert batch.logits_rows_N[:2].tolist() == [32, 34]
-    assert batch.query_starts_S1.tolist() == [0, 33, 35] and batch.seq_lens_S.tolist() == [33, 2]
+    assert batch.query_starts_S1.tolist() == [0, 33, 35]
+    assert batch.seq_lens_S.tolist() == [33, 2]
     assert batch.slots_T[33:].tolist() == [40, 41] + [-1] * 29
-    assert all(t.dtype == torch.int64 for t in (batch.input_ids_T, batch.positions_T, batch.slots_T, batch.logits_rows_N))
+    wide = (batch.input_ids_T, batch.positions_T, batch.slots_T, batch.logits_rows_N)
+    assert all(t.dtype == torch.int64 for t in wide)
     assert all(t.dtype == torch.int32 for t in (batch.query_starts_S1, batch.seq_lens_S, batch.block_tables_SB))
 
 
@@ -260,7 +279,9 @@ def test_stop_wins_over_length_and_max_tokens_of_one():
         runner, _, _ = make_runner()
         collected = Collected(runner)
         collected.run(new=(new(1, PROMPTS[4], s, range(4)),), prefill={1: 4})
-        assert collected.tokens[1] == tokens and collected.finish[1] == finish and runner.num_requests == 0
+        assert collected.tokens[1] == tokens
+        assert collected.finish[1] == finish
+        assert runner.num_requests == 0
 
 
 def test_the_model_length_ends_a_request_that_max_tokens_would_let_go_on():
@@ -269,7 +290,8 @@ def test_the_model_length_ends_a_request_that_max_tokens_would_let_go_on():
     collected.run(new=(new(1, [1] * 60, spec(max_tokens=10**9), range(26)),), prefill={1: 60})
     while runner.num_requests:
         collected.run()
-    assert len(collected.tokens[1]) == 40 and collected.finish[1] == FINISH_LENGTH
+    assert len(collected.tokens[1]) == 40
+    assert collected.finish[1] == FINISH_LENGTH
 
 
 def test_an_error_ends_its_own_request_only():
@@ -280,10 +302,14 @@ def test_an_error_ends_its_own_request_only():
         new=(new(1, PROMPTS[1], s, range(4)), new(2, [5, NAN_HISTORY_END], s, range(4, 8)),
              new(3, [5, VOCABULARY], s, range(8, 12)), new(4, [-1], s, range(12, 16))),
         prefill={1: 3, 2: 2, 3: 2, 4: 1})
-    assert result.rids.tolist() == [1, 2, 3, 4] and result.tokens[1:].tolist() == [-1, -1, -1]
+    assert result.rids.tolist() == [1, 2, 3, 4]
+    assert result.tokens[1:].tolist() == [-1, -1, -1]
     assert result.finish.tolist() == [FINISH_NONE, FINISH_ERROR, FINISH_ERROR, FINISH_ERROR]
-    assert set(result.errors) == {2, 3, 4} and list(result.logprobs) == [0]
-    assert "finite" in result.errors[2] and "50" in result.errors[3] and "-1" in result.errors[4]
+    assert set(result.errors) == {2, 3, 4}
+    assert list(result.logprobs) == [0]
+    assert "finite" in result.errors[2]
+    assert "50" in result.errors[3]
+    assert "-1" in result.errors[4]
     collected.run(blocks={2: (30,), 3: (31,)}, hold=(4,), drop=(3,))  # made before the result came back
     collected.run()
     assert (collected.tokens[1], collected.finish[1]) == expected_tokens(PROMPTS[1], s)
@@ -293,8 +319,8 @@ def test_an_error_ends_its_own_request_only():
 def test_logprobs_belong_to_the_entry_that_asked():
     runner, _, _ = make_runner()
     collected = Collected(runner)
-    result = collected.run(new=(new(1, PROMPTS[1], spec(), range(4)), new(2, PROMPTS[4], spec(logprobs=2), range(4, 8))),
-                           prefill={1: 3, 2: 4})
+    entering = (new(1, PROMPTS[1], spec(), range(4)), new(2, PROMPTS[4], spec(logprobs=2), range(4, 8)))
+    result = collected.run(new=entering, prefill={1: 3, 2: 4})
     exact = torch.log_softmax(logits_after(PROMPTS[4]).double(), 0)
     assert list(result.logprobs) == [1]
     assert result.logprobs[1].chosen == pytest.approx(exact.max().item(), abs=1e-12)
@@ -388,3 +414,48 @@ def test_many_requests_with_random_chunks_holds_and_preemptions():
     assert preemptions > 3
     for rid, prompt in prompts.items():
         assert (collected.tokens[rid], collected.finish[rid]) == expected_tokens(prompt, specs[rid])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_kv_blocks", [10, 40])
+def test_under_the_real_scheduler_with_plans_in_flight(depth, num_kv_blocks):
+    """`depth` plans are executed before the first result is applied: what a pipeline does to the scheduler."""
+    random = np.random.default_rng(depth * 100 + num_kv_blocks)
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=12)
+    scheduler = GroupScheduler(config, block_size=BLOCK, num_kv_blocks=num_kv_blocks, prefix_caching=True,
+                               max_model_len=36, generation=3)
+    runner, _, _ = make_runner(max_num_batched_tokens=12)
+    shared = random.integers(0, 48, 9).tolist()
+    prompts = {rid: (shared if rid % 3 else []) + random.integers(0, 49, random.integers(1, 12)).tolist()
+               for rid in range(14)}
+    specs = {rid: spec(int(random.integers(1, 14)), temperature=float(rid % 2), seed=rid, stop_ids=(1, 2))
+             for rid in prompts}
+    arriving, tokens, finish, in_flight, step = list(prompts), {}, {}, [], 0
+    while len(finish) < len(prompts):
+        assert step < 500
+        for rid in arriving[: int(random.integers(0, 4))]:
+            scheduler.add(rid, prompts[rid], specs[rid])
+            arriving.remove(rid)
+        plan = StepPlan.from_wire(scheduler.plan(step).to_wire())
+        in_flight.append(StepResult.from_wire(runner.step(plan).to_wire()))
+        step += 1
+        if len(in_flight) == depth:
+            for update in scheduler.apply(in_flight.pop(0)):
+                tokens.setdefault(update.rid, []).append(update.token)
+                if update.finish:
+                    finish[update.rid] = update.finish
+            if step % 9 == 0 and scheduler.num_running:  # the front end gives one up, which has been here for long
+                gone = min(rid for rid in prompts if rid not in finish and rid not in arriving)
+                scheduler.drop(gone)
+                finish[gone] = FINISH_ABORTED
+    for rid, prompt in prompts.items():
+        expected = expected_tokens(prompt, specs[rid])
+        if finish[rid] == FINISH_ABORTED:
+            assert tokens.get(rid, []) == expected[0][: len(tokens.get(rid, []))]
+        else:
+            assert (tokens[rid], finish[rid]) == expected
+    runner.step(scheduler.plan(step))  # the last drop may still be on its way
+    assert runner.num_requests == 0
+    counters = scheduler.counters
+    assert min(counters.chunks, counters.mixed_steps, counters.prefix_hit_tokens) > 0
+    assert num_kv_blocks > 10 or counters.preemptions > 0

@@ -14,7 +14,8 @@ from epruntime.worker import sampler
 from epruntime.worker.philox import philox4x32, uniform
 
 
-def spec(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, logprobs: int = -1) -> SamplingSpec:
+def spec(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+         logprobs: int = -1) -> SamplingSpec:
     return SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=(), max_tokens=8,
                         logprobs=logprobs)
 
@@ -54,14 +55,17 @@ def test_uniform_uses_seed_and_position_in_full():
     # From the first vector: 53 bits, the first word in front.
     assert uniform(0, 0) == ((0x6627E8D5 << 21) | (0xE169C58D >> 11)) / 2**53
     draws = {uniform(seed, position) for seed in (0, 1, 2**32, 2**63 - 1) for position in (0, 1, 2**32, 2**40)}
-    assert len(draws) == 16 and all(0.0 <= u < 1.0 for u in draws)
+    assert len(draws) == 16
+    assert all(0.0 <= u < 1.0 for u in draws)
     assert np.mean([uniform(7, p) for p in range(4000)]) == pytest.approx(0.5, abs=4 / math.sqrt(12 * 4000))
 
 
 def test_greedy_takes_the_lowest_id_on_ties():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [-1.0, -1.0, -1.0, -1.0], [0.0, 1.0, 2.0, 2.5]])
     out = sampler.sample(logits, [spec(temperature=0.0)] * 3, [5, 6, 7])
-    assert out.tokens.tolist() == [1, 0, 3] and out.tokens.dtype == np.int32 and not out.errors
+    assert out.tokens.tolist() == [1, 0, 3]
+    assert out.tokens.dtype == np.int32
+    assert not out.errors
 
 
 ROWS = {
@@ -100,7 +104,12 @@ def test_equal_probabilities_at_the_edge_of_the_nucleus_equal_transformers():
 def test_both_ways_to_the_nucleus_are_taken_and_agree(monkeypatch):
     calls = {"sorted": 0, "candidates": 0}
     sort = sampler._nucleus_by_sorting
-    monkeypatch.setattr(sampler, "_nucleus_by_sorting", lambda *a: (calls.__setitem__("sorted", calls["sorted"] + 1), sort(*a))[1])
+
+    def counted(*arguments):
+        calls["sorted"] += 1
+        return sort(*arguments)
+
+    monkeypatch.setattr(sampler, "_nucleus_by_sorting", counted)
     generator = torch.Generator().manual_seed(3)
     for _ in range(40):
         row_V = torch.randn(2000, generator=generator) * 4
@@ -109,7 +118,8 @@ def test_both_ways_to_the_nucleus_are_taken_and_agree(monkeypatch):
             calls["candidates"] += 1
             assert quick.tolist() == sort(row_V.numpy(), None, 0.9).tolist()
     sampler.kept_tokens(np.zeros(2000, np.float32), spec(top_p=0.5))  # all equal: only sorting settles it
-    assert calls["candidates"] > 20 and calls["sorted"] == 1
+    assert calls["candidates"] > 20
+    assert calls["sorted"] == 1
 
 
 def test_draws_follow_the_exact_distribution():
@@ -147,7 +157,8 @@ def test_a_row_does_not_depend_on_its_batch_mates():
     together = sampler.sample(logits, specs, positions)
     for i in range(9):
         alone = sampler.sample(logits[i : i + 1], specs[i : i + 1], positions[i : i + 1])
-        assert alone.tokens[0] == together.tokens[i] and alone.logprobs.get(0) == together.logprobs.get(i)
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
     reverse = sampler.sample(logits.flip(0).contiguous(), specs[::-1], positions[::-1])
     assert reverse.tokens[::-1].tolist() == together.tokens.tolist()
 
@@ -158,8 +169,11 @@ def test_a_bad_row_is_an_error_of_that_row_only(bad):
     good = sampler.sample(logits, [spec(seed=5)] * 3, [1, 2, 3])
     logits[1, 4] = bad
     out = sampler.sample(logits, [spec(seed=5, logprobs=2)] * 3, [1, 2, 3])
-    assert list(out.errors) == [1] and "position 1" in out.errors[1] and str(bad) in out.errors[1]
-    assert out.tokens[1] == -1 and 1 not in out.logprobs
+    assert list(out.errors) == [1]
+    assert "position 1" in out.errors[1]
+    assert str(bad) in out.errors[1]
+    assert out.tokens[1] == -1
+    assert 1 not in out.logprobs
     assert out.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
     assert sampler.sample(torch.full((1, 4), -torch.inf), [spec(0.0)], [1]).errors
 

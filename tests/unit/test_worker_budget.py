@@ -58,13 +58,14 @@ def test_a_group_over_its_limit_leaves_nothing(tmp_path):
 
 def test_this_process_has_memory():
     memory = process_memory_bytes()
-    assert 0 < memory["pss"] <= memory["rss"] and free_memory_bytes() > 0
+    assert 0 < memory["pss"] <= memory["rss"]
+    assert free_memory_bytes() > 0
 
 
 def blocks(**changes: object) -> int:
-    arguments: dict[str, object] = dict(
-        num_blocks=None, memory_bytes=None, block_size=16, bytes_per_block=MIB, max_model_len=161, whole_length=True,
-        max_num_seqs=4, ranks_on_host=2, free_bytes=GIB)
+    arguments: dict[str, object] = {
+        "num_blocks": None, "memory_bytes": None, "block_size": 16, "bytes_per_block": MIB, "max_model_len": 161,
+        "whole_length": True, "max_num_seqs": 4, "ranks_on_host": 2, "free_bytes": GIB}
     return num_kv_blocks(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
@@ -105,7 +106,7 @@ def test_more_than_the_free_memory_is_refused():
 def test_max_model_len_is_bounded_by_the_model():
     assert resolve_max_model_len(None, model_limit=512) == 512
     assert resolve_max_model_len(512, model_limit=512) == 512
-    with pytest.raises(ConfigError, match="max_model_len=513 .* limit of 512"):
+    with pytest.raises(ConfigError, match=r"max_model_len=513 .* limit of 512"):
         resolve_max_model_len(513, model_limit=512)
 
 
@@ -114,7 +115,7 @@ def test_bodies_with_missing_or_unknown_fields_are_refused():
             "block_size": 16, "num_kv_blocks": None, "kv_cache_memory_bytes": None, "max_num_seqs": 2,
             "max_num_batched_tokens": 8}
     assert parse(Load, body).ranks_on_host == 1
-    with pytest.raises(ProtocolError, match="load.*fancy"):
+    with pytest.raises(ProtocolError, match=r"load.*fancy"):
         parse(Load, {**body, "fancy": 1})
-    with pytest.raises(ProtocolError, match="configure.*ep_rank"):
+    with pytest.raises(ProtocolError, match=r"configure.*ep_rank"):
         parse(Configure, {"type": "configure", "id": 1, "generation": 4})
