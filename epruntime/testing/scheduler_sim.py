@@ -41,13 +41,15 @@ def audit(scheduler: GroupScheduler) -> None:
 
 
 class SchedulerSim:
-    """`num_groups` schedulers with a FakeRank each, `depth` plans in flight at most."""
+    """`num_groups` schedulers with a FakeRank each, `depth` plans in flight at most.
+
+    The depth may be any; beyond 2 it puts rules to the test that 2 never strains.
+    """
 
     def __init__(self, *, num_groups: int = 1, depth: int = 2, block_size: int = 2, num_kv_blocks: int = 8,
                  max_num_seqs: int = 4, max_num_batched_tokens: int = 8, max_model_len: int = 1000,
                  prefix_caching: bool = True, late: bool = False, check: bool = True) -> None:
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                                 pipeline_depth=depth)
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.depth = depth
         self.schedulers = [
             GroupScheduler(config, block_size=block_size, num_kv_blocks=num_kv_blocks, prefix_caching=prefix_caching,
