@@ -38,6 +38,34 @@ class ExpertWeights:
     def num_slots(self) -> int:
         return int(self.down_SHI.shape[0])
 
+    @property
+    def intermediate_size(self) -> int:
+        """I: columns after the activation."""
+        return int(self.down_SHI.shape[1 if self.transposed else 2])
+
+    @property
+    def up_matrix(self) -> torch.Tensor:
+        """[S, H, 2I] view (or [S, H, I]): rows times this is the up projection, whatever the family's layout."""
+        return self.up_SIH if self.transposed else self.up_SIH.transpose(1, 2)
+
+    @property
+    def down_matrix(self) -> torch.Tensor:
+        """[S, I, H] view: rows times this is the down projection."""
+        return self.down_SHI if self.transposed else self.down_SHI.transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """Rows that arrived at the rank of their experts, ready for an experts backend.
+
+    Attributes:
+        x_NH: hidden states in the model dtype; a strided view of the message, its last dimension contiguous.
+        slots_NK: int32, local slots to apply, -1 for none; the same slot may occur twice in a row.
+    """
+
+    x_NH: torch.Tensor
+    slots_NK: torch.Tensor
+
 
 @dataclass(kw_only=True)
 class StepContext:
