@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
@@ -215,19 +216,27 @@ class Client:
         if not requests:
             return []
         started: list[Stream] = []
+        given_up = threading.Event()
 
         def one(request: pb.GenerateRequest) -> GenerateResult:
             stream = self._start(request, timeout)
             started.append(stream)
+            if given_up.is_set():
+                stream.close()
             return stream.result()
 
         with ThreadPoolExecutor(min(len(requests), MAX_CONCURRENCY), "epruntime-client") as pool:
             futures = [pool.submit(one, request) for request in requests]
             try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future in done:
+                        future.result()
                 return [future.result() for future in futures]
             except BaseException:
+                given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for stream in started:
+                for stream in list(started):
                     stream.close()
                 raise
 

@@ -16,11 +16,16 @@ INFO = {
     "model": {"name": "echo", "architecture": "Echo"},
     "engine": {"expert_parallel_size": 2},
     "ranks": [
-        {"slot": 0, "incarnation": 1, "host": "a", "local_rank": 0, "pid": 10},
-        {"slot": 1, "incarnation": 2, "host": "b", "local_rank": 0, "pid": 11},
+        {
+            "slot": 0, "incarnation": 1, "host": "a", "local_rank": 0, "pid": 10,
+            "moe": {"layers": {"3": {"expert_tokens": [1, 2, 3]}, "11": {"expert_tokens": [0, 0, 9]}}},
+        },
+        {
+            "slot": 1, "incarnation": 2, "host": "b", "local_rank": 0, "pid": 11,
+            "moe": {"layers": {"3": {"expert_tokens": [10, 20, 30]}, "11": {"expert_tokens": [1, 0, 0]}}},
+        },
     ],
-    "expert_load": [{"layer": 3, "tokens_per_expert": [1, 2, 3, 4], "tokens_per_rank": [3, 7]}],
-}
+}  # fmt: skip
 
 
 @dataclass

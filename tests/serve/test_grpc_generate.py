@@ -11,7 +11,7 @@ import pytest
 from fake_llm import INFO, FakeLLM
 from serving import Serving, wait_until
 
-from epruntime.client import AsyncClient, Client
+from epruntime.client import AsyncClient, Client, LayerLoad
 from epruntime.errors import (
     EngineDeadError,
     EPRuntimeError,
@@ -97,12 +97,12 @@ def test_absent_is_not_zero(server, client):
     absent = client.generate("abc")
     assert server.llm.params[absent.request_id] == SamplingParams()
     everything = SamplingParams(
-        temperature=0.0, top_k=0, top_p=0.3, seed=0, max_tokens=None, stop=("c", "zz"), stop_token_ids=(0, 5),
+        temperature=0.0, top_k=0, top_p=0.3, seed=0, max_tokens=None, stop=("q", "zz"), stop_token_ids=(0, 5),
         ignore_eos=True, logprobs=0, skip_special_tokens=False,
     )  # fmt: skip
     result = client.generate("abc", everything)
     assert server.llm.params[result.request_id] == everything
-    assert (result.text, result.finish_reason, result.stop_reason, result.seed) == ("ab", "length", None, 0)
+    assert (result.text, result.finish_reason, result.stop_reason, result.seed) == ("abc", "length", None, 0)
 
 
 def test_stop_string_and_its_reason(client):
@@ -263,7 +263,7 @@ def test_async_list_in_order_and_first_failure_ends_the_rest(slow):
 
 
 def test_a_slow_reader_gets_merged_pieces_and_holds_up_nobody():
-    text = "x" * 65536
+    text = "x" * 16384
     with Serving() as server, Client(server.address, timeout=20) as client:
         slow_one = client.stream(text, max_tokens=None, logprobs=20)
         next(slow_one)
@@ -274,8 +274,8 @@ def test_a_slow_reader_gets_merged_pieces_and_holds_up_nobody():
         assert sum(len(c.token_ids) for c in chunks) <= len(text)
         assert max(len(c.token_ids) for c in chunks) == 2048  # merged, and cut to what a client takes
         assert chunks[-1].usage.output_tokens == len(text)
-        # far fewer outputs were taken from the engine than there are tokens
-        assert server.llm.yields[slow_one.request_id] < len(text) / 10
+        # outputs were passed over while nothing could be written
+        assert server.llm.yields[slow_one.request_id] < len(text) / 4
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,11 @@ def test_info(server, client):
     info = client.info()
     assert (info.model, info.state, info.expert_parallel_size) == ("echo", "ready", 2)
     assert [(r.slot, r.incarnation, r.host) for r in info.ranks] == [(0, 1, "a"), (1, 2, "b")]
-    assert info.expert_load[0].layer == 3
-    assert info.expert_load[0].tokens_per_expert == (1, 2, 3, 4)
-    assert info.expert_load[0].tokens_per_rank == (3, 7)
+    # three experts on two ranks: the first owns two; each rank counted its own tokens
+    assert info.expert_load == (
+        LayerLoad(layer=3, tokens_per_expert=(11, 22, 33), tokens_per_rank=(33, 33)),
+        LayerLoad(layer=11, tokens_per_expert=(1, 0, 9), tokens_per_rank=(1, 9)),
+    )
     assert info.raw == INFO
     assert info.uptime_s > 0
 

@@ -6,12 +6,12 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
 from epruntime.errors import InvalidRequestError
 from epruntime.proto import inference_pb2 as pb
 from epruntime.sampling_params import SamplingParams
+from epruntime.serve.expert_load import expert_load
 from epruntime.serve.gate import Gate
 from epruntime.version import __version__
 
@@ -103,25 +103,12 @@ def server_info(gate: Gate, info: dict[str, Any]) -> pb.GetServerInfoResponse:
         running_requests=len(gate.live),
         expert_parallel_size=engine.get("expert_parallel_size", 0),
         ranks=ranks,
-        expert_load=expert_load(info),
+        expert_load=[
+            pb.LayerLoad(layer=x.layer, tokens_per_expert=x.tokens_per_expert, tokens_per_rank=x.tokens_per_rank)
+            for x in expert_load(info)
+        ],
         info_json=json.dumps(info, default=_plain),
     )
-
-
-def expert_load(info: dict[str, Any]) -> list[pb.LayerLoad]:
-    """Tokens per expert and per rank of each MoE layer, summed over the ranks that counted them."""
-    return [
-        pb.LayerLoad(
-            layer=int(entry["layer"]),
-            tokens_per_expert=_ints(entry["tokens_per_expert"]),
-            tokens_per_rank=_ints(entry["tokens_per_rank"]),
-        )
-        for entry in info.get("expert_load", ())
-    ]
-
-
-def _ints(values: Iterable[Any]) -> list[int]:
-    return [int(v) for v in values]
 
 
 def _plain(value: Any) -> Any:
