@@ -6,13 +6,15 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from epruntime.errors import EngineDeadError, InvalidRequestError, UnavailableError
+from epruntime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from epruntime.serve.engine import Engine
 
 LOADING_RETRY_S = 5.0
 DRAINING_RETRY_S = 1.0
+#: How long an abort waits for a request whose id is claimed to enter the engine, and how often it looks.
+_ENTRY_S, _ENTRY_POLL_S = 1.0, 0.005
 
 
 class ServerState(enum.Enum):
@@ -77,9 +79,26 @@ class Gate:
     async def close(self, reason: str) -> None:
         """Ends the live requests: their streams end with UNAVAILABLE and this reason."""
         self._closing = UnavailableError(reason, retry_after_s=DRAINING_RETRY_S)
-        if self._engine is not None:
-            for request_id in self.live:
-                await self._engine.abort(request_id)
+        for request_id in self.live:
+            # one that just ended, or that a dead engine has ended, needs nothing
+            with suppress(RequestNotFoundError, EngineDeadError):
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a live request. One that is claimed and just about to enter the engine is waited for.
+
+        Raises:
+            RequestNotFoundError: no live request has this id. UnavailableError, EngineDeadError: as `reach`.
+        """
+        engine = self.reach()
+        for _ in range(round(_ENTRY_S / _ENTRY_POLL_S)):
+            try:
+                return await engine.abort(request_id)
+            except RequestNotFoundError:
+                if request_id not in self._live:
+                    raise
+            await asyncio.sleep(_ENTRY_POLL_S)
+        return await engine.abort(request_id)
 
     def admit(self) -> Engine:
         """The engine, for a new request.

@@ -143,7 +143,6 @@ def test_request_id_is_in_the_initial_metadata_before_any_token():
             f"/{keys.SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
         )(pb.GenerateRequest(text="abc"), timeout=10)
         request_id = dict(call.initial_metadata())[keys.REQUEST_ID]
-        assert request_id in server.llm.live
         with Client(server.address) as client:
             client.abort(request_id)
         (last,) = call

@@ -75,7 +75,7 @@ class InferenceServicer:
             message: pb.AbortRequest = _parsed(request)
             if not message.request_id:
                 raise InvalidRequestError("is missing; name the request to abort", field="request_id")
-            await self._gate.reach().abort(message.request_id)
+            await self._gate.abort(message.request_id)
         except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
             await status.abort(context, error)
         return pb.AbortResponse()
