@@ -3,90 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from epruntime.errors import ConfigError
 from epruntime.moe.experts import BACKENDS, select_backend
 from epruntime.moe.experts.activation import rows_for_activation
 from epruntime.moe.experts.base import group_rows
 from epruntime.moe.types import ExpertRows, ExpertWeights
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def silu_gate(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def gelu_gate(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    return F.gelu(gate) * up
-
-
-def gelu_tanh_gate(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def interleaved_gate(h: torch.Tensor) -> torch.Tensor:
-    """As gpt-oss: interleaved, clamped, gate * sigmoid(1.702 gate) * (up + 1)."""
-    gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def relu_squared(h: torch.Tensor) -> torch.Tensor:
-    return F.relu(h).square()
-
-
-def tanh_plain(h: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(h) * torch.exp(-h.abs())
-
-
-ACTIVATIONS: dict[str, tuple[Activation, int]] = {  # name -> (function, up columns / I)
-    "silu": (silu_gate, 2), "gelu": (gelu_gate, 2), "gelu_tanh": (gelu_tanh_gate, 2),
-    "interleaved": (interleaved_gate, 2), "relu2": (relu_squared, 1), "tanh": (tanh_plain, 1),
-    "gelu_no_gate": (F.gelu, 1)}
-
-
-def rms(y: torch.Tensor) -> torch.Tensor:
-    return (y.float() * torch.rsqrt(y.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(y.dtype)
-
-
-def make_weights(num_slots: int, hidden: int, inner: int, *, activation: str = "silu", dtype: torch.dtype = torch.float32,
-                 transposed: bool = False, bias: bool = False, post: bool = False, seed: int = 0) -> ExpertWeights:
-    g = torch.Generator().manual_seed(seed)
-    function, fan = ACTIVATIONS[activation]
-
-    def normal(*shape: int, scale: float) -> torch.Tensor:
-        return (torch.randn(*shape, generator=g) * scale).to(dtype)
-
-    up = normal(num_slots, fan * inner, hidden, scale=hidden ** -0.5)
-    down = normal(num_slots, hidden, inner, scale=inner ** -0.5)
-    if transposed:
-        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    return ExpertWeights(
-        up_SIH=up, down_SHI=down, transposed=transposed, activation=function, post=rms if post else None,
-        up_bias_SI=normal(num_slots, fan * inner, scale=1) if bias else None,
-        down_bias_SH=normal(num_slots, hidden, scale=1) if bias else None)
-
-
-def dense_row(x_H: torch.Tensor, weights: ExpertWeights, slot: int) -> torch.Tensor:
-    """One row through one expert, in fp64."""
-    h = x_H.double() @ weights.up_matrix[slot].double()
-    if weights.up_bias_SI is not None:
-        h = h + weights.up_bias_SI[slot].double()
-    y = weights.activation(h[None])[0] @ weights.down_matrix[slot].double()
-    if weights.down_bias_SH is not None:
-        y = y + weights.down_bias_SH[slot].double()
-    if weights.post is not None:
-        y = y * torch.rsqrt(y.pow(2).mean() + 1e-6)
-    return y
-
+from epruntime.testing.experts import ACTIVATIONS, dense_row, random_experts, silu_gate
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
@@ -104,7 +31,7 @@ LAYOUTS = {"plain": {}, "transposed": {"transposed": True}, "biased": {"bias": T
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("strict", [True, False])
 def test_experts_equal_fp64(backend: str, layout: str, strict: bool) -> None:
-    weights = make_weights(5, 24, 40, **LAYOUTS[layout])
+    weights = random_experts(5, 24, 40, **LAYOUTS[layout])
     x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
     slots = torch.randint(-1, 4, (50, 3), generator=torch.Generator().manual_seed(2), dtype=torch.int32)  # slot 4 idle
     slots[0], slots[1] = -1, 2  # a row with nothing to do, a row with one slot three times
@@ -117,13 +44,13 @@ def test_experts_equal_fp64(backend: str, layout: str, strict: bool) -> None:
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_no_rows_and_no_experts(backend: str) -> None:
     for num_slots, num_rows in ((3, 0), (0, 0), (3, 4)):
-        weights = make_weights(num_slots, 8, 16)
+        weights = random_experts(num_slots, 8, 16)
         rows = ExpertRows(x_NH=torch.randn(num_rows, 8), slots_NK=torch.full((num_rows, 2), -1, dtype=torch.int32))
         assert select_backend(backend, weights).forward(rows, weights, strict=True).shape == (0, 8)
 
 
 def test_groups_are_padded_with_zeros() -> None:
-    weights = make_weights(3, 8, 64)
+    weights = random_experts(3, 8, 64)
     x = torch.randn(40, 8)
     slots = torch.tensor([[2, 0]] * 33 + [[2, -1]] * 7, dtype=torch.int32)
     groups = group_rows(ExpertRows(x_NH=x, slots_NK=slots), weights, strict=True)
@@ -139,10 +66,10 @@ def test_groups_are_padded_with_zeros() -> None:
 @pytest.mark.parametrize(("activation", "hidden", "inner", "options"), [
     ("silu", 64, 32, {}), ("silu", 576, 1536, {}), ("silu", 1024, 512, {}), ("interleaved", 64, 96, {"transposed": True,
     "bias": True}), ("gelu", 96, 72, {}), ("gelu_tanh", 64, 40, {"transposed": True}), ("relu2", 64, 56, {}),
-    ("tanh", 64, 24, {"post": True}), ("gelu_no_gate", 32, 40, {})])
+    ("tanh_exp", 64, 24, {"post": True}), ("gelu_no_gate", 32, 40, {})])
 def test_a_rows_bits_depend_on_the_row_alone(threads: int, backend: str, dtype: torch.dtype, activation: str, hidden: int,
                                              inner: int, options: dict[str, bool]) -> None:
-    weights = make_weights(2, hidden, inner, activation=activation, dtype=dtype, **options)
+    weights = random_experts(2, hidden, inner, activation=activation, dtype=dtype, **options)
     experts = select_backend(backend, weights)
     x = torch.randn(301, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
 
@@ -201,7 +128,7 @@ def test_rows_for_activation_on_paper() -> None:
 
 
 def test_a_non_finite_row_stays_alone() -> None:
-    weights = make_weights(2, 16, 16)
+    weights = random_experts(2, 16, 16)
     x = torch.randn(9, 16)
     rows = ExpertRows(x_NH=x, slots_NK=torch.tensor([[0, 1]] * 9, dtype=torch.int32))
     experts = select_backend("auto", weights)
@@ -213,8 +140,8 @@ def test_a_non_finite_row_stays_alone() -> None:
 
 
 def test_selection() -> None:
-    assert select_backend("auto", make_weights(2, 16, 16)).name == "grouped_mm"
-    odd = make_weights(2, 6, 16)  # 24-byte rows
+    assert select_backend("auto", random_experts(2, 16, 16)).name == "grouped_mm"
+    odd = random_experts(2, 6, 16)  # 24-byte rows
     assert select_backend("auto", odd).name == "reference"
     with pytest.raises(ConfigError, match="grouped_mm: hidden size 6 x 4 bytes is not a multiple of 16"):
         select_backend("grouped_mm", odd)
