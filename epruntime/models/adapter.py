@@ -121,6 +121,18 @@ def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+def rope_types(model: torch.nn.Module) -> set[str]:
+    """Types of the model's rotary embeddings (a module keeps one, or one per kind of layer)."""
+    kinds: set[str] = set()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            kinds.add(kind)
+        elif isinstance(kind, dict):
+            kinds.update(str(k) for k in kind.values())
+    return kinds
+
+
 def layer_index(name: str) -> int:
     """Index of the decoder layer that a module belongs to: the first number in its dotted name."""
     for part in name.split("."):
@@ -141,7 +153,7 @@ def cache_keyword(model: torch.nn.Module) -> str:
 def check_forward_arguments(model: torch.nn.Module) -> None:
     """Refuses a model whose forward lacks an argument that serving relies on by name."""
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    absent = [n for n in ("input_ids", "position_ids", "use_cache", "logits_to_keep") if n not in names]
+    absent = [n for n in ("input_ids", "position_ids", "logits_to_keep") if n not in names]
     if absent:
         raise UnsupportedModelError(f"{type(model).__name__}.forward takes no {', '.join(absent)}: a flat ragged batch "
                                     "cannot be passed to it")

@@ -48,8 +48,9 @@ class LoadedModel:
     def __init__(self, *, model: torch.nn.Module, info: ModelInfo, layers: list[PagedLayer],
                  latent: dict[int, LatentLayer], state: StepState, context: StepContext, report: LoadReport) -> None:
         self.info, self.load_report = info, report
-        self._model, self._layers, self._state, self._context = model, layers, state, context
-        self._arguments: dict[str, Any] = {"use_cache": False}
+        self.layers = layers
+        self._model, self._state, self._context = model, state, context
+        self._arguments: dict[str, Any] = {}
         if latent:
             self._arguments[adapter.cache_keyword(model)] = LatentCache(latent)
         self._has_kv = False
@@ -67,7 +68,7 @@ class LoadedModel:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_kv_blocks={num_blocks}, block_size={block_size}: both must be at least 1")
         dtype = getattr(torch, self.info.dtype)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.allocate(num_blocks, block_size, dtype=dtype, device="cpu")
         self._has_kv = True
 
@@ -92,7 +93,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Frees weights and cache; the object is of no use afterwards."""
-        self._layers.clear()
+        self.layers.clear()
         self._arguments.clear()
         self._has_kv = False
         self._model = torch.nn.Module()

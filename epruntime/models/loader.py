@@ -43,15 +43,33 @@ class MoEBuilder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Structure:
+    """What a module tree is, told by the tree and the probe."""
+
+    experts: dict[str, torch.nn.Module]
+    probe: Probe
+    kv_layers: tuple[KVLayerInfo, ...]
+    moe_layers: tuple[int, ...]
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Features that a conformance test must cover, by name."""
+        found = set(features_of(self.probe))
+        if any(kv.latent for kv in self.kv_layers):
+            found.add("latent")
+        if len(self.moe_layers) < len(self.kv_layers):
+            found.add("dense")
+        return frozenset(found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Blueprint:
     """A model that passed every check that needs no weights."""
 
     checkpoint: Checkpoint
     model: Any
     dtype: torch.dtype
-    experts: dict[str, torch.nn.Module]
-    probe: Probe
-    kv_layers: tuple[KVLayerInfo, ...]
+    structure: _Structure
     conversions: Conversions
     info: ModelInfo
 
@@ -75,6 +93,39 @@ def _num_experts(name: str, module: torch.nn.Module) -> int:
     return int(module.down_proj.shape[0])  # type: ignore[union-attr, operator, index]
 
 
+def _examine(model: Any, config: Any, *, where: str) -> _Structure:
+    kind = type(model).__name__
+    experts = adapter.experts_modules(model)
+    if not experts:
+        raise UnsupportedModelError(f"{where}: {kind} has no routed experts: it is a dense model, and epruntime serves "
+                                    "Mixture-of-Experts models (`epruntime upcycle` makes one of a dense model)")
+    adapter.check_forward_arguments(model)
+    refusal.check_rope(model)
+    probe = run_probe(model)
+    num_layers = int(config.num_hidden_layers)
+    if len(probe.attention) != num_layers:
+        raise UnsupportedModelError(f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
+                                    "through the attention interface; the others cannot be served")
+    unused = sorted(set(experts) - set(probe.top_k))
+    if unused:
+        raise UnsupportedModelError(f"{where}: {', '.join(unused)} are not reached through the experts interface")
+    indices = [adapter.layer_index(name) for name in experts]
+    if len(set(indices)) < len(indices):
+        raise UnsupportedModelError(f"{where}: {kind} has layers with several groups of routed experts")
+    modules = dict(model.named_modules())
+    kv_layers = tuple(kv_layer_of(call, modules[call.module_name]) for call in probe.attention)
+    return _Structure(experts=experts, probe=probe, kv_layers=kv_layers, moe_layers=tuple(sorted(indices)))
+
+
+def features_of_model(model: Any, config: Any) -> frozenset[str]:
+    """Features of a model on the meta device, as `inspect_model` compares them with what tests cover.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served at all.
+    """
+    return _examine(model, config, where=str(config.model_type)).features
+
+
 def _draw(path: Path, dtype: str) -> _Blueprint:
     raw = read_raw_config(path)
     refusal.check_raw_config(path, raw)
@@ -83,42 +134,24 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     checkpoint = open_checkpoint(path, raw)
     torch_dtype = _pick_dtype(path, dtype, config, checkpoint)
     model = adapter.build_meta_model(config, torch_dtype)
-    experts = adapter.experts_modules(model)
-    if not experts:
-        raise UnsupportedModelError(f"{path}: {architecture} has no routed experts: it is a dense model, and epruntime "
-                                    "serves Mixture-of-Experts models (`epruntime upcycle` makes one of a dense model)")
-    adapter.check_forward_arguments(model)
-    refusal.check_rope(model)
-    probe = run_probe(model)
-    num_layers = int(config.num_hidden_layers)
-    if len(probe.attention) != num_layers:
-        raise UnsupportedModelError(f"{path}: {len(probe.attention)} of {num_layers} layers have softmax attention through "
-                                    "the attention interface; the others cannot be served")
-    unused = sorted(set(experts) - set(probe.top_k))
-    if unused:
-        raise UnsupportedModelError(f"{path}: {', '.join(unused)} are not reached through the experts interface")
-    modules = dict(model.named_modules())
-    kv_layers = tuple(kv_layer_of(call, modules[call.module_name]) for call in probe.attention)
-    moe_layers = tuple(sorted({adapter.layer_index(name) for name in experts}))
-    features = features_of(probe)
-    features |= {"latent"} if any(kv.latent for kv in kv_layers) else set()
-    features |= {"dense"} if len(moe_layers) < num_layers else set()
-    refusal.check_covered(config.model_type, features)
+    structure = _examine(model, config, where=str(path))
+    refusal.check_covered(config.model_type, structure.features)
+    experts, probe = structure.experts, structure.probe
     info = ModelInfo(
         architecture=architecture, model_type=config.model_type, dtype=_DTYPES[torch_dtype],
-        vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size), num_layers=num_layers,
+        vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size), num_layers=len(structure.kv_layers),
         max_position_embeddings=int(config.max_position_embeddings),
         num_experts=max(_num_experts(n, m) for n, m in experts.items()), top_k=max(probe.top_k.values()),
-        moe_layers=moe_layers,
+        moe_layers=structure.moe_layers,
         eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *adapter.read_generation_eos(path)})),
-        kv_layers=kv_layers, num_parameters=checkpoint.num_parameters, checkpoint_bytes=checkpoint.num_bytes)
-    return _Blueprint(checkpoint=checkpoint, model=model, dtype=torch_dtype, experts=experts, probe=probe,
-                      kv_layers=kv_layers, conversions=Conversions(model, torch_dtype), info=info)
+        kv_layers=structure.kv_layers, num_parameters=checkpoint.num_parameters, checkpoint_bytes=checkpoint.num_bytes)
+    return _Blueprint(checkpoint=checkpoint, model=model, dtype=torch_dtype, structure=structure,
+                      conversions=Conversions(model, torch_dtype), info=info)
 
 
 def _plan(drawn: _Blueprint, local: Callable[[int], tuple[int, ...]]) -> WeightPlan:
     shards = {}
-    for name, module in drawn.experts.items():
+    for name, module in drawn.structure.experts.items():
         num_experts = _num_experts(name, module)
         shards[name] = ExpertShard(num_experts=num_experts, local=tuple(local(num_experts)))
     return WeightPlan(drawn.checkpoint, drawn.conversions, shards)
@@ -172,14 +205,14 @@ def load_model(path: str | Path, *, dtype: str, moe: MoEBuilder,
     state = StepState()
     modules = dict(model.named_modules())
     layers, latent = [], {}
-    for call, kv in zip(drawn.probe.attention, drawn.kv_layers, strict=True):
+    for call, kv in zip(drawn.structure.probe.attention, drawn.structure.kv_layers, strict=True):
         module = modules[call.module_name]
         layer = make_layer(call, kv, state, module)
         object.__setattr__(module, adapter.ATTENTION_ATTRIBUTE, layer)
         layers.append(layer)
         if isinstance(layer, LatentLayer):
             latent[int(module.layer_idx)] = layer  # type: ignore[arg-type]
-    for name, module in drawn.experts.items():
+    for name, module in drawn.structure.experts.items():
         num_experts = drawn.conversions.expected[f"{name}.down_proj"].shape[0]
         weights = _take_weights(module)
         object.__setattr__(module, adapter.EXPERTS_ATTRIBUTE,

@@ -223,7 +223,7 @@ def run_probe(model: torch.nn.Module) -> Probe:
         with torch.inference_mode():
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
             positions = torch.zeros_like(ids)
-            model(input_ids=ids, position_ids=positions, use_cache=False, **{adapter.cache_keyword(model): recorder})
+            model(input_ids=ids, position_ids=positions, **{adapter.cache_keyword(model): recorder})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
     except Exception as error:  # whatever a foreign forward raises: it needs more than the hooks give

@@ -71,13 +71,7 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
 
 def check_rope(model: torch.nn.Module) -> None:
     """Refuses rotary embeddings that depend on batch-mates, and types that no test covers."""
-    kinds: set[str] = set()
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str):
-            kinds.add(kind)
-        elif isinstance(kind, dict):
-            kinds.update(str(k) for k in kind.values())
+    kinds = adapter.rope_types(model)
     name = type(model).__name__
     bad = sorted(kinds & BATCH_DEPENDENT_ROPE)
     if bad:

@@ -1,0 +1,145 @@
+"""Drives a LoadedModel the way a runner does (ragged, chunked, mixed, padded, scattered blocks), for comparison.
+
+Unwritten cache slots hold NaN, block ids are scrambled, and padding rows hold a real token: a read that should not
+happen shows in the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epruntime.comm.local import LocalTransport
+from epruntime.comm.transport import GroupInfo
+from epruntime.models.batch import ForwardBatch
+from epruntime.models.loaded import LoadedModel
+from epruntime.moe.placement import contiguous
+from epruntime.moe.runtime import MoERuntime
+from epruntime.moe.stats import MoEStats
+from epruntime.moe.types import StepContext
+
+#: Per step, (sequence, new tokens): ragged prefill, mixed chunks and decodes, decode only, and a long chunk.
+SCHEDULE: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("a", 5), ("b", 11), ("c", 8)),
+    (("a", 1), ("b", 4), ("c", 1)),
+    (("c", 1), ("a", 1), ("b", 1)),
+    (("c", 6), ("a", 6), ("b", 3)),
+    (("b", 1), ("c", 1)),
+)
+
+
+class RaggedDriver:
+    """Keeps block tables of a few sequences over one model's cache."""
+
+    def __init__(self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4, row_multiple: int = 32) -> None:
+        self.model, self.block_size, self.row_multiple = model, block_size, row_multiple
+        model.allocate_kv(num_blocks, block_size)
+        for layer in model.layers:
+            layer.k_cache_NBKD.fill_(float("nan"))
+            layer.v_cache_NBKV.fill_(float("nan"))
+        generator = torch.Generator().manual_seed(7)
+        self._free = torch.randperm(num_blocks, generator=generator).tolist()
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: Counter[str] = Counter()
+
+    def step(self, items: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Computes new tokens (int64 [n]) of some sequences; returns logits [n, V] of each."""
+        ids, positions, slots, starts, lengths = [], [], [], [0], []
+        for name, tokens in items:
+            table = self._tables.setdefault(name, [])
+            first, last = self._lengths[name], self._lengths[name] + len(tokens)
+            while len(table) * self.block_size < last:
+                table.append(self._free.pop())
+            ids += tokens.tolist()
+            positions += range(first, last)
+            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in range(first, last)]
+            starts.append(starts[-1] + len(tokens))
+            lengths.append(last)
+            self._lengths[name] = last
+        padding = -len(ids) % self.row_multiple
+        width = max(len(self._tables[name]) for name, _ in items)
+        tables = torch.full((len(items), width), -1, dtype=torch.int32)
+        for row, (name, _) in enumerate(items):
+            tables[row, : len(self._tables[name])] = torch.tensor(self._tables[name], dtype=torch.int32)
+        total = starts[-1]
+        logits = self.model.forward(ForwardBatch(
+            input_ids_T=torch.tensor(ids + [3] * padding), positions_T=torch.tensor(positions + [0] * padding),
+            slots_T=torch.tensor(slots + [-1] * padding), query_starts_S1=torch.tensor(starts, dtype=torch.int32),
+            seq_lens_S=torch.tensor(lengths, dtype=torch.int32), block_tables_SB=tables,
+            logits_rows_N=torch.cat((torch.arange(total), torch.zeros(padding, dtype=torch.int64))), num_tokens=total))
+        return [logits[starts[i] : starts[i + 1]] for i in range(len(items))]
+
+
+def local_runtime(*, backend: str = "reference", strict: bool = True) -> MoERuntime:
+    """A one-rank MoE runtime."""
+    return MoERuntime(
+        transport=LocalTransport(GroupInfo(rank=0, world_size=1)), placement_for=lambda num: contiguous(num, 1),
+        backend=backend, strict=strict, budget_rows=4096, context=StepContext(), stats=MoEStats())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Distances from transformers' eager forward in fp64, over all logits.
+
+    Attributes:
+        error, median_error: of the model under test. eager_error, median_eager_error: of eager transformers in the
+            model's dtype. largest_logit: for scale.
+    """
+
+    error: float
+    median_error: float
+    eager_error: float
+    median_eager_error: float
+    largest_logit: float
+
+
+def sequences_for(vocab_size: int, schedule: Sequence[Sequence[tuple[str, int]]], *,
+                  seed: int) -> dict[str, torch.Tensor]:
+    """Random token ids, as many per sequence as the schedule computes."""
+    lengths: Counter[str] = Counter()
+    for items in schedule:
+        for name, count in items:
+            lengths[name] += count
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(3, vocab_size, (n,), generator=generator) for name, n in sorted(lengths.items())}
+
+
+def reference_logits(reference: Any, sequences: dict[str, torch.Tensor],
+                     dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Eager transformers' logits [n, V] of each sequence alone; in `dtype`, all weights cast, if given."""
+    if dtype is not None:
+        reference = copy.deepcopy(reference).to(dtype)
+    reference.set_attn_implementation("eager")
+    reference.set_experts_implementation("eager")
+    with torch.inference_mode():
+        return {name: reference(input_ids=ids[None], use_cache=False).logits[0] for name, ids in sequences.items()}
+
+
+def compare(reference: Any, model: LoadedModel, *, seed: int = 1,
+            schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE) -> Comparison:
+    """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64."""
+    sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
+    exact = reference_logits(reference, sequences, torch.float64)
+    eager = reference_logits(reference, sequences)
+    driver = RaggedDriver(model)
+    done: Counter[str] = Counter()
+    errors, eager_errors = [], []
+    for items in schedule:
+        found = driver.step([(name, sequences[name][done[name] : done[name] + n]) for name, n in items])
+        for (name, n), logits in zip(items, found, strict=True):
+            rows = slice(done[name], done[name] + n)
+            errors.append((logits.double() - exact[name][rows]).abs().flatten())
+            eager_errors.append((eager[name][rows].double() - exact[name][rows]).abs().flatten())
+            done[name] += n
+    error, eager_error = torch.cat(errors), torch.cat(eager_errors)
+    assert bool(eager_error.isfinite().all()), "the oracle has NaN"
+    return Comparison(
+        error=error.nan_to_num(nan=math.inf).max().item(), median_error=error.nan_to_num(nan=math.inf).median().item(),
+        eager_error=eager_error.max().item(), median_eager_error=eager_error.median().item(),
+        largest_logit=max(x.abs().max().item() for x in exact.values()))
