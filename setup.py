@@ -27,10 +27,10 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror=return-type"]
 #: Kernels spell out every fused multiply-add, so that a row's bits do not hang on the optimiser's choice.
 KERNEL_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", *WARNINGS]
 BINDING_FLAGS = ["-O2", "-std=c++20", "-fPIC", *WARNINGS]
+# GCC 12 warns of its own AVX-512 header, where `__m512i __Y = __Y` is how "undefined" is said.
+AVX512_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 ISA_FLAGS = {
-    # GCC 12 warns of its own AVX-512 header (`__m512i __Y = __Y` is how it says "undefined").
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
-    + ["-Wno-maybe-uninitialized", "-Wno-uninitialized"],
+    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", *AVX512_WARNINGS],
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }
 

@@ -228,9 +228,8 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     int64_t products = 0;  // q . k, about
     for (const auto& unit : units) products += unit.num_rows * args.seq_lens[unit.seq];
     const bool small = products * (args.keys.size + args.values.size) < 200000;  // under 20 us on one core
-    for_each(static_cast<int64_t>(units.size()), small, [&](int64_t i) {
-        kernels.attention_unit(args, units[static_cast<size_t>(i)], thread_scratch(scratch));
-    });
+    for_each(static_cast<int64_t>(units.size()), small,
+             [&](int64_t i) { kernels.attention_unit(args, units[static_cast<size_t>(i)], thread_scratch(scratch)); });
     return out;
 }
 
@@ -247,9 +246,14 @@ Tensor combine_rows(const Tensor& rows, const Tensor& index, const Tensor& weigh
         require(-1 <= row[i] && row[i] < rows.size(0), op, ": index[", i / choices, ", ", i % choices, "] = ", row[i],
                 " is outside the ", rows.size(0), " rows");
     Tensor out = at::empty({tokens, hidden}, rows.options());
-    const epruntime::CombineArgs args = {dtype_of(rows), rows.const_data_ptr(), rows.stride(0),
-                                         row,            weights_whole.const_data_ptr<float>(),
-                                         out.mutable_data_ptr(), choices, hidden};
+    const epruntime::CombineArgs args = {dtype_of(rows),
+                                         rows.const_data_ptr(),
+                                         rows.stride(0),
+                                         row,
+                                         weights_whole.const_data_ptr<float>(),
+                                         out.mutable_data_ptr(),
+                                         choices,
+                                         hidden};
     const py::gil_scoped_release unlocked;
     const epruntime::Kernels& kernels = *selected();
     const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, choices * hidden));

@@ -144,8 +144,8 @@ struct Range {
 
 // One column strip of all rows: rows in groups over the keys that all of the group see, each row's own ends apart.
 template <int kVecs>
-void add_values_strip(const float* p, const float* const* values, const Range* ranges, int64_t num_rows,
-                      int64_t column, float* part, int64_t width) {
+void add_values_strip(const float* p, const float* const* values, const Range* ranges, int64_t num_rows, int64_t column,
+                      float* part, int64_t width) {
     int64_t r = 0;
     for (; r + kValueRows <= num_rows; r += kValueRows) {
         Range common = ranges[r];
@@ -281,7 +281,9 @@ void attention_rows(const AttentionArgs& args, const AttentionUnit& unit, float*
     }
 }
 
-size_t attention_scratch_floats(const AttentionArgs& args) { return static_cast<size_t>(Scratch::floats(args)); }
+size_t attention_scratch_floats(const AttentionArgs& args) {
+    return static_cast<size_t>(Scratch::floats(args));
+}
 
 void attention_unit(const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
     if (args.dtype == epruntime::DType::kFloat32)

@@ -18,17 +18,37 @@ namespace {
 constexpr int kLanes = 16;
 using Vec = __m512;
 
-inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-inline Vec splat(float x) { return _mm512_set1_ps(x); }
-inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec load(const float* p) {
+    return _mm512_loadu_ps(p);
+}
+inline void store(float* p, Vec x) {
+    _mm512_storeu_ps(p, x);
+}
+inline Vec splat(float x) {
+    return _mm512_set1_ps(x);
+}
+inline Vec add(Vec a, Vec b) {
+    return _mm512_add_ps(a, b);
+}
+inline Vec sub(Vec a, Vec b) {
+    return _mm512_sub_ps(a, b);
+}
+inline Vec mul(Vec a, Vec b) {
+    return _mm512_mul_ps(a, b);
+}
+inline Vec div(Vec a, Vec b) {
+    return _mm512_div_ps(a, b);
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
 // b where either is NaN.
-inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline Vec round_even(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec max(Vec a, Vec b) {
+    return _mm512_max_ps(a, b);
+}
+inline Vec round_even(Vec x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 inline Vec zero_where_less(Vec x, Vec bound, Vec y) {
     return _mm512_maskz_mov_ps(_knot_mask16(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ)), y);
 }
@@ -36,7 +56,9 @@ inline Vec power_of_two(Vec n) {
     const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
     return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
 }
-inline Vec magnitude(Vec x) { return _mm512_abs_ps(x); }
+inline Vec magnitude(Vec x) {
+    return _mm512_abs_ps(x);
+}
 inline Vec with_sign_of(Vec magnitude, Vec sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
 }
@@ -61,16 +83,36 @@ inline Vec sum_each(const Vec x[kLanes]) {
 constexpr int kLanes = 8;
 using Vec = __m256;
 
-inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
-inline Vec splat(float x) { return _mm256_set1_ps(x); }
-inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-inline Vec round_even(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec load(const float* p) {
+    return _mm256_loadu_ps(p);
+}
+inline void store(float* p, Vec x) {
+    _mm256_storeu_ps(p, x);
+}
+inline Vec splat(float x) {
+    return _mm256_set1_ps(x);
+}
+inline Vec add(Vec a, Vec b) {
+    return _mm256_add_ps(a, b);
+}
+inline Vec sub(Vec a, Vec b) {
+    return _mm256_sub_ps(a, b);
+}
+inline Vec mul(Vec a, Vec b) {
+    return _mm256_mul_ps(a, b);
+}
+inline Vec div(Vec a, Vec b) {
+    return _mm256_div_ps(a, b);
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+inline Vec max(Vec a, Vec b) {
+    return _mm256_max_ps(a, b);
+}
+inline Vec round_even(Vec x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 inline Vec zero_where_less(Vec x, Vec bound, Vec y) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y);
 }
@@ -78,7 +120,9 @@ inline Vec power_of_two(Vec n) {
     const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
-inline Vec magnitude(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline Vec magnitude(Vec x) {
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+}
 inline Vec with_sign_of(Vec magnitude, Vec sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
 }
@@ -105,19 +149,37 @@ inline Vec load(const float* p) {
     std::memcpy(&x, p, sizeof x);
     return x;
 }
-inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
-inline Vec splat(float x) { return Vec{x, x, x, x}; }
-inline Vec add(Vec a, Vec b) { return a + b; }
-inline Vec sub(Vec a, Vec b) { return a - b; }
-inline Vec mul(Vec a, Vec b) { return a * b; }
-inline Vec div(Vec a, Vec b) { return a / b; }
-inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: contraction is off
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline void store(float* p, Vec x) {
+    std::memcpy(p, &x, sizeof x);
+}
+inline Vec splat(float x) {
+    return Vec{x, x, x, x};
+}
+inline Vec add(Vec a, Vec b) {
+    return a + b;
+}
+inline Vec sub(Vec a, Vec b) {
+    return a - b;
+}
+inline Vec mul(Vec a, Vec b) {
+    return a * b;
+}
+inline Vec div(Vec a, Vec b) {
+    return a / b;
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return a * b + c;
+}  // two roundings: contraction is off
+inline Vec max(Vec a, Vec b) {
+    return a > b ? a : b;
+}
 inline Vec round_even(Vec x) {
     const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: no fraction bits are left; |x| is under 2^22
     return (x + shift) - shift;
 }
-inline Vec zero_where_less(Vec x, Vec bound, Vec y) { return x < bound ? splat(0.0f) : y; }
+inline Vec zero_where_less(Vec x, Vec bound, Vec y) {
+    return x < bound ? splat(0.0f) : y;
+}
 inline Vec power_of_two(Vec n) {
     const VecInt biased = (__builtin_convertvector(n, VecInt) + 127) << 23;
     Vec x;
@@ -141,9 +203,15 @@ inline Vec sum_each(const Vec x[kLanes]) {
 
 #endif
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t round_up(int64_t n, int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+inline int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+inline int64_t most(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
 
 inline float first_lane(Vec x) {
     float lanes[kLanes];
@@ -183,7 +251,9 @@ inline Vec exp_nonpositive(Vec x) {
     return zero_where_less(x, lowest, mul(y, power_of_two(n)));
 }
 
-inline float exp_nonpositive(float x) { return first_lane(exp_nonpositive(splat(x))); }
+inline float exp_nonpositive(float x) {
+    return first_lane(exp_nonpositive(splat(x)));
+}
 
 // cap * tanh(x / cap).
 inline Vec soft_cap(Vec x, float cap) {
@@ -193,7 +263,9 @@ inline Vec soft_cap(Vec x, float cap) {
     return mul(with_sign_of(tanh, x), splat(cap));
 }
 
-inline float widen(float x) { return x; }
+inline float widen(float x) {
+    return x;
+}
 inline float widen(uint16_t bf16) {
     const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
     float x;
@@ -202,7 +274,9 @@ inline float widen(uint16_t bf16) {
 }
 
 // Round to nearest, ties to even; any NaN becomes the one that torch makes.
-inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, float* out) {
+    *out = x;
+}
 inline void narrow(float x, uint16_t* out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);

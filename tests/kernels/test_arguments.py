@@ -1,0 +1,109 @@
+"""Wrong arguments are refused in the same words by the binding and by the plain-torch path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from epruntime.ops.attention import paged_attention, write_kv_cache
+from epruntime.ops.combine import combine_rows
+
+
+def attention_arguments() -> dict[str, Any]:
+    return {
+        "q_THD": torch.zeros(3, 4, 8),
+        "k_cache_NBKD": torch.zeros(5, 2, 2, 8),
+        "v_cache_NBKV": torch.zeros(5, 2, 2, 6),
+        "block_tables_SB": torch.zeros(2, 3, dtype=torch.int32),
+        "query_starts_S1": torch.tensor([0, 2, 3], dtype=torch.int32),
+        "seq_lens_S": torch.tensor([4, 6], dtype=torch.int32),
+        "scale": 1.0,
+    }
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ATTENTION = [
+    ({"q_THD": torch.zeros(3, 4, 8, dtype=torch.float64)}, "q is torch.float64, must be torch.float32 or torch.bfloat"),
+    ({"k_cache_NBKD": torch.zeros(5, 2, 2, 8).bfloat16()}, "k_cache is torch.bfloat16, must be torch.float32"),
+    ({"q_THD": torch.zeros(3, 32)}, "q has 2 dimensions, must have 3"),
+    ({"q_THD": torch.zeros(3, 8, 4).transpose(1, 2)}, "last dimension of q is not contiguous (stride 4)"),
+    ({"v_cache_NBKV": torch.zeros(5, 2, 1, 6)}, "blocks, slots and heads must agree"),
+    ({"q_THD": torch.zeros(3, 4, 7)}, "q has head size 7, k_cache 8"),
+    ({"q_THD": torch.zeros(3, 3, 8)}, "3 query heads are not a multiple of 2 KV heads"),
+    ({"seq_lens_S": torch.tensor([4, 6])}, "seq_lens is torch.int64, must be torch.int32"),
+    ({"query_starts_S1": int32(0, 3)}, "2 query_starts for 2 seq_lens"),
+    ({"block_tables_SB": torch.zeros(1, 3, dtype=torch.int32)}, "1 block_tables for 2 seq_lens"),
+    ({"query_starts_S1": int32(1, 2, 3)}, "query_starts[0] = 1, must be 0"),
+    ({"query_starts_S1": int32(0, 2, 4)}, "query_starts[2] = 4, but q has 3 rows"),
+    ({"query_starts_S1": int32(0, 3, 2)}, "query_starts[2] = 2 is less than the one before, 3"),
+    ({"seq_lens_S": int32(1, 6)}, "seq_lens[0] = 1, but the sequence has 2 queries"),
+    ({"seq_lens_S": int32(4, 7)}, "seq_lens[1] = 7 needs 4 blocks, block_tables has 3 columns"),
+    (
+        {"block_tables_SB": int32(0, 0, 0, 1, 5, 0).view(2, 3)},
+        "block_tables[1, 1] = 5 is outside the cache of 5 blocks",
+    ),
+    ({"block_tables_SB": int32(0, -1, 0, 1, 1, 0).view(2, 3)}, "block_tables[0, 1] = -1 is outside the cache"),
+    ({"window": -1}, "window = -1 is negative"),
+    ({"chunk": -2}, "chunk = -2 is negative"),
+    ({"softcap": -1.0}, "softcap = -1"),
+    ({"sinks_H": torch.zeros(2)}, "2 sinks for 4 query heads"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), ATTENTION, ids=[words for _, words in ATTENTION])
+def test_paged_attention(implementation: str, change: dict[str, Any], words: str) -> None:
+    paged_attention(**attention_arguments())
+    with pytest.raises(ValueError, match="paged_attention: .*" + re.escape(words)):
+        paged_attention(**{**attention_arguments(), **change})
+
+
+OTHERS: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = [
+    (
+        write_kv_cache,
+        (torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 4), torch.tensor([5, 6])),
+        "write_kv_cache: slots[1] = 6 is outside the cache of 6 slots",
+    ),
+    (
+        write_kv_cache,
+        (torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 4), torch.tensor([5, -2])),
+        "write_kv_cache: slots[1] = -2 is outside the cache of 6 slots",
+    ),
+    (
+        write_kv_cache,
+        (torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 5), torch.tensor([0, 1])),
+        "write_kv_cache: rows of x are [1, 4], of cache [1, 5]",
+    ),
+    (
+        write_kv_cache,
+        (torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 4), torch.tensor([0])),
+        "write_kv_cache: x has 2 rows, slots 1",
+    ),
+    (
+        combine_rows,
+        (torch.zeros(2, 4), int32(0, 2).view(1, 2), torch.zeros(1, 2)),
+        "combine_rows: index[0, 1] = 2 is outside the 2 rows",
+    ),
+    (
+        combine_rows,
+        (torch.zeros(2, 4), int32(0, 1).view(1, 2), torch.zeros(2, 1)),
+        "combine_rows: index is [1, 2], weights [2, 1]",
+    ),
+    (
+        combine_rows,
+        (torch.zeros(2, 4), int32(0, 1).view(1, 2), torch.zeros(1, 2, dtype=torch.float64)),
+        "combine_rows: weights is torch.float64, must be torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments", "words"), OTHERS, ids=[words for _, _, words in OTHERS])
+def test_others(implementation: str, op: Callable[..., Any], arguments: tuple[torch.Tensor, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        op(*arguments)
