@@ -12,7 +12,8 @@ Rules both sides rely on (depth-2 pipeline: plan N+1 is sent before result N is 
 * `blocks` grants are made ahead: after applying a plan, a request's table covers every position
   that the plan may write.
 * The rank decides "stop" and "length" by itself (it knows eos ids, stop ids and max length); a later
-  in-flight plan that still counts on the request simply finds nothing to do. Stop strings, aborts
+  in-flight plan that still counts on the request simply finds nothing to do: whatever such a plan
+  says of a request that has ended (drop, blocks, prefill, hold) is ignored. Stop strings, aborts
   and expiry are the front end's: they reach the rank as `drop`.
 * A request that alone cannot go on (NaN logits, a token id outside the vocabulary) ends with
   FINISH_ERROR, token -1 and words in `errors`; its token joins no history, and its batch-mates are

@@ -27,7 +27,7 @@ from epruntime.engine.request import NEVER, SchedulerRequest
 _ROOT = bytes(32)
 
 
-def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int) -> None:
+def extend_block_hashes(hashes: list[bytes], token_ids: array[int], block_size: int, num_blocks: int) -> None:
     """Extends `hashes` in place until it covers the first `num_blocks` full blocks of `token_ids`.
 
     Each hash is BLAKE2b-256 of the parent's hash and the block's ids (int32), so that equal hashes
@@ -35,8 +35,8 @@ def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_siz
     """
     parent = hashes[-1] if hashes else _ROOT
     for i in range(len(hashes), num_blocks):
-        ids = array("i", token_ids[i * block_size:(i + 1) * block_size])
-        parent = hashlib.blake2b(parent + ids.tobytes(), digest_size=32).digest()
+        ids = token_ids[i * block_size:(i + 1) * block_size].tobytes()
+        parent = hashlib.blake2b(parent + ids, digest_size=32).digest()
         hashes.append(parent)
 
 

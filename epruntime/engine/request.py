@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from epruntime.plan import SamplingSpec
@@ -31,7 +32,7 @@ class SchedulerRequest:
     Attributes:
         rid: the engine's handle.
         arrival: counts up with every request added to the scheduler; kept across preemptions.
-        token_ids: prompt, then every token whose result has been applied.
+        token_ids: int32; prompt, then every token whose result has been applied.
         spec: its max_tokens already capped.
         block_ids: KV blocks of its table on the rank, in position order; empty while waiting.
         hashes: chained content hash of each leading full block of `token_ids`, as far as computed.
@@ -46,7 +47,7 @@ class SchedulerRequest:
 
     rid: int
     arrival: int
-    token_ids: list[int]
+    token_ids: array[int]
     num_prompt_tokens: int
     spec: SamplingSpec
     state: RequestState = RequestState.WAITING

@@ -23,6 +23,7 @@ arrived first is preempted by nobody, and one request alone always fits (checked
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ class GroupScheduler:
                 field="max_tokens", value=spec.max_tokens)
         if max_tokens != spec.max_tokens:
             spec = replace(spec, max_tokens=max_tokens)
-        request = SchedulerRequest(rid=rid, arrival=self._num_added, token_ids=list(prompt_token_ids),
+        request = SchedulerRequest(rid=rid, arrival=self._num_added, token_ids=array("i", prompt_token_ids),
                                    num_prompt_tokens=num_prompt, spec=spec)
         self._num_added += 1
         self._requests[rid] = self._waiting[rid] = request
@@ -222,7 +223,8 @@ class GroupScheduler:
         self._in_flight.popleft()
         self._applied_step = result.step
         rids, errors, logprobs = result.rids.tolist(), result.errors, result.logprobs
-        self._confirm_prefill(flight, set(rids), errors)
+        if flight.pieces:
+            self._confirm_prefill(flight, set(rids), errors)
         updates = []
         requests, confirm = self._requests, self._kv.confirm
         finish_codes = result.finish.tolist()
@@ -237,7 +239,9 @@ class GroupScheduler:
                 tokens.append(token)
             if finish:
                 self._remove(request)
-            updates.append(TokenUpdate(rid, token, finish, logprobs.get(i), errors.get(rid), request.num_preemptions))
+            updates.append(TokenUpdate(
+                rid, token, finish, logprobs.get(i) if logprobs else None, errors.get(rid) if errors else None,
+                request.num_preemptions))
         for request in flight.ending:
             if request.state is RequestState.ENDING:
                 raise ProtocolError(f"result of step {result.step}: request {request.rid} has reached max_tokens="

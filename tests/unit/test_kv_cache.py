@@ -1,6 +1,7 @@
 """BlockPool and KVCacheManager: who owns a block, when it may be handed out again, what the prefix cache gives."""
 
 import hashlib
+from array import array
 
 import pytest
 
@@ -10,7 +11,7 @@ from epruntime.testing.scheduler_sim import make_spec
 
 
 def request(tokens: list[int], rid: int = 1) -> SchedulerRequest:
-    return SchedulerRequest(rid=rid, arrival=rid, token_ids=list(tokens), num_prompt_tokens=len(tokens),
+    return SchedulerRequest(rid=rid, arrival=rid, token_ids=array("i", tokens), num_prompt_tokens=len(tokens),
                             spec=make_spec(max_tokens=8))
 
 
@@ -106,12 +107,12 @@ def test_can_take_counts_evictable_hits_once():
 
 def test_hashes_chain_over_all_tokens_before():
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, [1, 2, 3, 4, 5], 2, 2)
+    extend_block_hashes(hashes, array("i", [1, 2, 3, 4, 5]), 2, 2)
     first = hashlib.blake2b(bytes(32) + b"\x01\0\0\0\x02\0\0\0", digest_size=32).digest()
     second = hashlib.blake2b(first + b"\x03\0\0\0\x04\0\0\0", digest_size=32).digest()
     assert hashes == [first, second]
     other: list[bytes] = []
-    extend_block_hashes(other, [9, 2, 3, 4], 2, 2)
+    extend_block_hashes(other, array("i", [9, 2, 3, 4]), 2, 2)
     assert other[1] != second  # same block, other history
 
 

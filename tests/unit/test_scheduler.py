@@ -263,9 +263,9 @@ def test_what_can_never_run_is_refused_when_it_arrives():
     scheduler = SchedulerSim(block_size=2, num_kv_blocks=3, max_model_len=20).schedulers[0]
     with pytest.raises(InvalidRequestError, match="needs 8 tokens and the KV cache holds 7"):
         scheduler.add(1, [1, 2, 3], make_spec(max_tokens=5))
-    with pytest.raises(InvalidRequestError, match="0 tokens.*1 to 19"):
+    with pytest.raises(InvalidRequestError, match=r"0 tokens.*1 to 19"):
         scheduler.add(1, [], make_spec(max_tokens=1))
-    with pytest.raises(InvalidRequestError, match="20 tokens.*1 to 19"):
+    with pytest.raises(InvalidRequestError, match=r"20 tokens.*1 to 19"):
         scheduler.add(1, [1] * 20, make_spec(max_tokens=1))
     with pytest.raises(InvalidRequestError, match="at least 1"):
         scheduler.add(1, [1], make_spec(max_tokens=0))

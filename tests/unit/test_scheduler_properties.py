@@ -249,6 +249,6 @@ def test_wrong_kv_also_shows_as_wrong_tokens(breakage, monkeypatch):
     """The rank checks nothing here, and the books are not audited: the tokens alone must tell."""
     breakage(monkeypatch)
     monkeypatch.setattr(SchedulerSim, "audit", lambda self: None)
-    with pytest.raises(AssertionError, match="request [0-9]+") as caught:
+    with pytest.raises(AssertionError, match=r"request [0-9]+") as caught:
         run_until_caught(check=False)
     assert not isinstance(caught.value, PlanViolation)
