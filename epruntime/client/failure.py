@@ -91,5 +91,3 @@ def _cause(details: str) -> str:
         if known.lower() in details.lower():
             return known[0].lower() + known[1:] if not known.startswith("DNS") else known
     return details or "no reason given"
-
-

@@ -44,15 +44,17 @@ class GrpcServer:
     def __init__(self, config: ServeConfig, gate: Gate) -> None:
         self.gate = gate
         self._config = config
-        self._server = grpc.aio.server(options=[
-            # with SO_REUSEPORT a second server could share the port unnoticed
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", config.max_message_mb * 2**20),
-            # a client whose host has gone, without a word, is noticed and its requests are freed
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ])
+        self._server = grpc.aio.server(
+            options=[
+                # with SO_REUSEPORT a second server could share the port unnoticed
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", config.max_message_mb * 2**20),
+                # a client whose host has gone, without a word, is noticed and its requests are freed
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ]
+        )
         add_to_server(InferenceServicer(gate), self._server)
         self._health = Health(gate)
 

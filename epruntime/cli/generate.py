@@ -1,0 +1,154 @@
+"""`epruntime generate [PROMPT ...]`: completes prompts, through a server or with a model loaded here.
+
+prompts -> all at once to the source -> one queue each -> printed in order, the first unfinished one as it comes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, cast
+
+from epruntime.cli import flags
+from epruntime.cli.source import Source, open_engine, open_server
+from epruntime.client import Chunk
+from epruntime.client.channel import DEFAULT_ADDRESS, check_address
+from epruntime.client.wire import Collector
+from epruntime.config import EngineConfig
+from epruntime.errors import ConfigError, EPRuntimeError, InvalidRequestError
+
+MAX_TOKENS = 128
+#: Prompts sent and not yet finished.
+MAX_CONCURRENCY = 256
+
+_DESCRIPTION = """Completes prompts and streams the output to the terminal. Prompts come from the command line or, if
+there are none, from the lines of standard input. With --model it loads the model itself; else it asks a server."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="complete prompts", description=_DESCRIPTION)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: one for each line of standard input")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--server", metavar="HOST:PORT", help=f"ask this server (default: {DEFAULT_ADDRESS})")
+    where.add_argument("--model", metavar="DIRECTORY", default=argparse.SUPPRESS, help="load this model here instead")
+    parser.add_argument("--timeout", type=float, metavar="X", help="seconds that a server has for each prompt")
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="json: one object per prompt, when it is finished"
+    )
+    flags.add_sampling(parser, defaults={"max_tokens": MAX_TOKENS})
+    flags.add_engine(parser, skip=("model",))
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        sampling = flags.sampling_fields(args)
+        source = _source(args)
+    except (ConfigError, InvalidRequestError) as error:
+        args.parser.error(str(error))
+    prompts = args.prompts or _lines()
+    if not prompts:
+        args.parser.error("no prompt: give some as arguments, or lines on standard input")
+    return asyncio.run(_generate(source, prompts, sampling, as_json=args.format == "json"))
+
+
+def _source(args: argparse.Namespace) -> AbstractAsyncContextManager[Source]:
+    if "model" in args:
+        return open_engine(flags.engine_config(args))
+    for kind in EngineConfig.SECTIONS.values():
+        for name in flags.given(args, kind):
+            raise ConfigError(f"{flags.flag_of(name)} is for a model that is loaded here: give --model, too")
+    return open_server(check_address(args.server or DEFAULT_ADDRESS), args.timeout)
+
+
+def _lines() -> list[str]:
+    if sys.stdin.isatty():
+        print("One prompt per line; Ctrl-D ends the list.", file=sys.stderr)
+    return [line for line in sys.stdin.read().splitlines() if line.strip()]
+
+
+async def _generate(
+    opening: AbstractAsyncContextManager[Source], prompts: list[str], sampling: dict[str, Any], *, as_json: bool
+) -> int:
+    """Returns 1 if a prompt was refused; the others are completed all the same."""
+    room = asyncio.Semaphore(MAX_CONCURRENCY)
+    queues: list[asyncio.Queue[Chunk | EPRuntimeError]] = [asyncio.Queue() for _ in prompts]
+    async with opening as source:
+
+        async def fill(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError]) -> None:
+            try:
+                async with room, aclosing(cast(Any, source.stream(prompt, sampling))) as chunks:
+                    async for chunk in chunks:
+                        queue.put_nowait(chunk)
+            except EPRuntimeError as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(fill(*pair)) for pair in zip(prompts, queues, strict=True)]
+        try:
+            refused = 0
+            for prompt, queue in zip(prompts, queues, strict=True):
+                printer = _print_json if as_json else _print_text
+                refused += not await printer(prompt, queue, many=len(prompts) > 1)
+            return 1 if refused else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _print_text(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], *, many: bool) -> bool:
+    if many:
+        print(f">>> {prompt}", flush=True)
+    while True:
+        item = await queue.get()
+        if isinstance(item, EPRuntimeError):
+            return _refused(item)
+        print(item.text, end="", flush=True)
+        if item.final:
+            print("\n" if many else "", flush=True)
+            return True
+
+
+async def _print_json(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], *, many: bool) -> bool:
+    collector = Collector()
+    while True:
+        item = await queue.get()
+        if isinstance(item, EPRuntimeError):
+            return _refused(item)
+        collector.add(item)
+        if item.final:
+            break
+    result = collector.result()
+    facts: dict[str, Any] = {
+        "prompt": prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "prompt_tokens": result.usage.prompt_tokens,
+        "output_tokens": result.usage.output_tokens,
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        facts["logprobs"] = [
+            [{"token_id": i, "token": e.decoded_token, "logprob": e.logprob} for i, e in _entries(position)]
+            for position in result.logprobs
+        ]
+    print(json.dumps(facts, ensure_ascii=False), flush=True)
+    return True
+
+
+def _entries(position: Any) -> Iterable[tuple[int, Any]]:
+    return cast(Iterable[tuple[int, Any]], position.items())
+
+
+def _refused(error: EPRuntimeError) -> bool:
+    """Prints what is wrong with one prompt and goes on; raises what concerns all of them."""
+    if not isinstance(error, InvalidRequestError):
+        raise error
+    print(f"epruntime generate: {error}", file=sys.stderr, flush=True)
+    return False

@@ -1,0 +1,92 @@
+"""`epruntime COMMAND ...`: parses, runs one command, and turns errors into words and exit codes.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage; 128 plus the number of the signal that ended it (130: Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from epruntime import envs
+from epruntime.cli import chat, generate, serve, upcycle
+from epruntime.errors import EPRuntimeError
+from epruntime.version import __version__
+
+logger = logging.getLogger("epruntime.cli.main")
+
+INTERRUPTED = 130
+#: module that is missing -> extra that brings it; all others that are missing are faults
+_EXTRAS = {
+    "torch": "serve",
+    "transformers": "serve",
+    "safetensors": "serve",
+    "msgpack": "serve",
+    "numpy": "serve",
+    "grpc_health": "serve",
+    "tqdm": "serve",
+    "jinja2": "serve",
+    "ray": "ray",
+    "gguf": "gguf",
+    "accelerate": "gguf",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="epruntime", description="Serves Mixture-of-Experts language models with expert parallelism."
+    )
+    parser.add_argument("--version", action="version", version=f"epruntime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (serve, generate, chat, upcycle):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2 on wrong usage."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        _set_up_logging()
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output has gone, as in `epruntime generate ... | head`; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except EPRuntimeError as error:
+        logger.debug("failed", exc_info=True)
+        return _fail(args.command, str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        return _fail(
+            args.command, f"{package} is not installed; this needs more than the client: pip install "
+            f"'epruntime[{_EXTRAS[package]}]'"
+        )  # fmt: skip
+
+
+def _fail(command: str, text: str) -> int:
+    print(f"epruntime {command}: {text}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _set_up_logging() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("epruntime")
+    root.handlers[:] = [handler]
+    root.setLevel(str(envs.get("EPRUNTIME_LOG_LEVEL")))
+    root.propagate = False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

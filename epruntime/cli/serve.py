@@ -1,0 +1,35 @@
+"""`epruntime serve MODEL`: the gRPC server."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from epruntime.cli import flags
+from epruntime.config import ServeConfig
+from epruntime.errors import ConfigError
+
+_DESCRIPTION = """Loads a Mixture-of-Experts model on its ranks and serves it over gRPC.
+
+When it takes requests it prints "epruntime is ready on HOST:PORT". The first Ctrl-C or SIGTERM lets running requests
+end (see --drain-timeout-s), the second stops at once."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over gRPC", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    flags.add_engine(parser)
+    flags.add_config(parser, ServeConfig)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        engine, serve = flags.engine_config(args), flags.serve_config(args)
+    except ConfigError as error:
+        args.parser.error(str(error))
+    from epruntime.serve.grpc.server import run_server
+
+    return run_server(engine, serve)

@@ -1,0 +1,159 @@
+"""run_server as a process: ready line, ports, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from serving import wait_until
+
+from epruntime.client import Client
+from epruntime.errors import RankLostError, UnavailableError
+
+HERE = Path(__file__).parent
+DEADLINE_S = 60
+
+
+class Process:
+    """fake_server.py, running; killed at the end of the test if it still is."""
+
+    def __init__(self, mode: str = "serve", port: int = 0, delay_s: float = 0.02, drain_s: float = 30.0) -> None:
+        root = HERE.parent.parent
+        self.popen = subprocess.Popen(
+            [sys.executable, str(HERE / "fake_server.py"), mode, str(port), str(delay_s), str(drain_s)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": f"{root}:{HERE}"},
+        )  # fmt: skip
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.popen.kill()
+        self.popen.communicate(timeout=DEADLINE_S)
+
+    def address(self) -> str:
+        line = self.popen.stdout.readline()
+        match = re.fullmatch(r"epruntime is ready on (127\.0\.0\.1:\d+)\n", line)
+        assert match, (line, self.popen.stderr.read() if not line else "")
+        return match[1]
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.popen.communicate(timeout=DEADLINE_S)
+        return self.popen.returncode, out, err
+
+
+def _stream(client: Client, **options):
+    """Starts a long request and reads on in a thread; returns (chunks, errors, thread) once it runs."""
+    chunks, errors = [], []
+
+    def read() -> None:
+        try:
+            chunks.extend(stream)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    stream = client.stream("abc", **options)
+    chunks.append(next(stream))
+    thread = threading.Thread(target=read)
+    thread.start()
+    return chunks, errors, thread
+
+
+def test_sigterm_drains():
+    with Process() as server, Client(server.address()) as client:
+        assert client.health() == "serving"
+        chunks, errors, thread = _stream(client, max_tokens=100)
+        server.popen.send_signal(signal.SIGTERM)
+        wait_until(lambda: client.health() == "not serving", "draining")
+        with pytest.raises(UnavailableError, match="draining") as caught:
+            client.generate("x")
+        assert caught.value.retry_after_s == 1
+        assert client.info().state == "draining"
+        thread.join(DEADLINE_S)
+        assert not errors
+        assert (chunks[-1].finish_reason, sum(len(c.token_ids) for c in chunks)) == ("length", 100)
+        assert server.end()[0] == 0
+
+
+def test_drain_timeout_ends_what_still_runs():
+    with Process(drain_s=0.5) as server, Client(server.address()) as client:
+        _, errors, thread = _stream(client, max_tokens=100_000)
+        server.popen.send_signal(signal.SIGINT)
+        thread.join(DEADLINE_S)
+        assert isinstance(errors[0], UnavailableError)
+        assert "0.5 s" in str(errors[0])
+        assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_stops_at_once(number):
+    with Process() as server, Client(server.address()) as client:
+        _, errors, thread = _stream(client, max_tokens=100_000)
+        server.popen.send_signal(signal.SIGTERM)
+        wait_until(lambda: client.health() == "not serving", "draining")
+        began = time.monotonic()
+        server.popen.send_signal(number)
+        thread.join(DEADLINE_S)
+        assert isinstance(errors[0], UnavailableError)
+        assert server.end()[0] == 128 + number
+        assert time.monotonic() - began < 15  # and not the 30 s of the drain
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_loading_cleans_up(number):
+    with Process("load") as server:
+        assert server.popen.stdout.readline() == "loading\n"
+        server.popen.send_signal(number)
+        code, out, _ = server.end()
+        assert (code, out) == (128 + number, "cleaned up\n")
+
+
+def test_failed_start_says_why_in_one_line():
+    with Process("refuse") as server:
+        assert server.end() == (1, "", "epruntime: model x is dense: give a MoE model\n")
+
+
+def test_a_fault_at_start_shows_its_traceback():
+    with Process("crash") as server:
+        code, _, err = server.end()
+        assert code == 1
+        assert "Traceback" in err
+        assert "a fault" in err
+
+
+def test_busy_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Process(port=port) as server:
+            code, _, err = server.end()
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert "--port" in err
+    assert "Traceback" not in err
+
+
+def test_two_servers_cannot_share_a_port():
+    with Process() as first:
+        port = int(first.address().rpartition(":")[2])
+        with Process(port=port) as second:
+            assert second.end()[0] == 1
+
+
+def test_dead_engine_is_told_and_ends_the_process():
+    with Process("dies") as server, Client(server.address()) as client:
+        _, errors, thread = _stream(client, max_tokens=100_000)
+        thread.join(DEADLINE_S)
+        assert isinstance(errors[0], RankLostError)
+        wait_until(lambda: client.health() == "not serving", "not serving")
+        code, _, err = server.end()
+        assert code == 1
+        assert "rank 1 on host b" in err
