@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from epruntime.engine.loop_thread import LoopThread
+from epruntime.launchers.base import Launcher
 from epruntime.launchers.pool import RankPool
 
 
@@ -19,7 +20,7 @@ class Ranks:
 
     Args:
         num_ranks: rank processes to start.
-        launcher: "local" or "ray"; ray_address: an existing cluster, None starts one on this machine.
+        launcher: "local", "ray", or a launcher object; ray_address: an existing cluster, None starts one on this machine.
         threads_per_rank: compute threads; None divides this host's cores.
         start_timeout_s: seconds within which all must have started.
 
@@ -31,7 +32,7 @@ class Ranks:
         self,
         num_ranks: int,
         *,
-        launcher: str = "local",
+        launcher: str | Launcher = "local",
         ray_address: str | None = None,
         threads_per_rank: int | None = None,
         start_timeout_s: float = 120.0,
