@@ -80,7 +80,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def spawn(self, bootstrap: RankBootstrap) -> RankProcess:
-        """Starts the rank of one seat. Not to be cancelled half-way: the pool waits for it.
+        """Starts the rank of one seat. When cancelled, it leaves no process behind.
 
         Raises:
             LaunchError: it could not be started.

@@ -12,20 +12,18 @@ import logging
 import os
 import re
 import signal
-import site
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from pathlib import Path
 
-import epruntime
 from epruntime.comm.control import RankBootstrap
 from epruntime.errors import LaunchError
 from epruntime.launchers.base import Launcher, RankProcess, Seat
 from epruntime.launchers.caller_thread import spawner
 from epruntime.launchers.cores import thread_environment, threads_each, usable_cores
+from epruntime.launchers.import_path import import_path
 
 logger = logging.getLogger("epruntime.launchers.local")
 rank_logger = logging.getLogger("epruntime.rank")
@@ -149,10 +147,16 @@ class LocalLauncher(Launcher):
 
     async def spawn(self, bootstrap: RankBootstrap) -> LocalProcess:
         letter = dataclasses.replace(bootstrap, parent_pid=os.getpid())
+        starting = asyncio.ensure_future(spawner().run(lambda: self._start(letter)))
         try:
-            child = await spawner().run(lambda: self._start(letter))
+            child = await asyncio.shield(starting)
         except OSError as error:
             raise LaunchError(f"rank {bootstrap.slot} could not be started: {sys.executable}: {error}") from error
+        except asyncio.CancelledError:
+            child = await starting  # milliseconds
+            child.kill()
+            child.wait()
+            raise
         return LocalProcess(child, bootstrap.slot)
 
     async def release(self) -> None:
@@ -161,7 +165,7 @@ class LocalLauncher(Launcher):
     def _start(self, letter: RankBootstrap) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ, **thread_environment(letter.threads), "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(_import_path()),
+            "PYTHONPATH": os.pathsep.join(import_path()),
         }
         child = subprocess.Popen(
             # -P: a file in the working directory must not replace a module of the rank.
@@ -173,14 +177,6 @@ class LocalLauncher(Launcher):
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(letter.to_bytes())
         return child
-
-
-def _import_path() -> list[str]:
-    """PYTHONPATH for a rank: this process's own, and where this package lies unless it is installed."""
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    root = str(Path(epruntime.__file__).resolve().parent.parent)
-    installed = [*site.getsitepackages(), site.getusersitepackages()]
-    return path if root in path or root in installed else [*path, root]
 
 
 def exit_text(code: int) -> str:

@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
+import os
 import tempfile
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from epruntime.comm import auth
@@ -40,11 +39,15 @@ LOOPBACK = "127.0.0.1"
 #: seconds given to a rank: to leave when asked, when told (SIGTERM), and to be gone after SIGKILL.
 _LEAVE_S, _TERMINATE_S, _KILL_S = 5.0, 2.0, 10.0
 
+#: seconds added to start_timeout_s before the pool gives up by itself.
+_PLACE_GRACE_S = 1.0
+
 #: seconds between the end of a rank's connection and the end of its process that count as one event.
 _SETTLE_S = 2.0
 
 #: longest path of a Unix socket that every system takes, bytes.
 _MAX_SOCKET_PATH = 100
+_SOCKET_NAME = "control"
 
 
 class RankPool:
@@ -60,7 +63,7 @@ class RankPool:
         self._loop = asyncio.get_running_loop()
         self._secret = auth.new_secret()
         self._server = ControlServer(self._secret, on_join=self._on_join, on_refused=self._on_refused)
-        self._socket_dir: Path | None = None
+        self._socket_dir: tempfile.TemporaryDirectory[str] | None = None
         self._store: Any = None
         self._store_address = ("", 0)
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -102,7 +105,8 @@ class RankPool:
             launcher = make_launcher(launcher, ray_address=ray_address, device=device)
         pool = cls(launcher, device=device)
         try:
-            async with asyncio.timeout(start_timeout_s):
+            # The launcher's own deadline comes first: it knows what there was no room for.
+            async with asyncio.timeout(start_timeout_s + _PLACE_GRACE_S):
                 await pool._start(num_ranks, threads_per_rank, start_timeout_s)
         except TimeoutError as error:
             message = pool._missing(num_ranks, start_timeout_s)
@@ -156,7 +160,7 @@ class RankPool:
         store = self._loop.run_in_executor(None, host_store, host or LOOPBACK)
         if host is None:
             self._socket_dir = _private_directory()
-            address = await self._server.listen_unix(str(self._socket_dir / "control"))
+            address = await self._server.listen_unix(f"{self._socket_dir.name}/{_SOCKET_NAME}")
         else:
             address = await self._server.listen_tcp(host)
         self.ranks = [RankHandle(seat, incarnation=0) for seat in seats]
@@ -211,7 +215,7 @@ class RankPool:
         """Nobody else is expected: no listener and no file stays behind, even if this process is killed."""
         self._server.close_listeners()
         if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir.cleanup()
             self._socket_dir = None
 
     # watching
@@ -265,8 +269,9 @@ class RankPool:
             last_first.push_async_callback(self._launcher.release)
             last_first.callback(self._server.close)
             last_first.callback(self._close_door)
-            if self._spawning:  # half-started processes must be known before they can be stopped
-                await asyncio.wait(self._spawning)
+            for task in list(self._spawning):
+                task.cancel()
+            await asyncio.gather(*self._spawning, return_exceptions=True)
             await asyncio.gather(*(self._stop_rank(rank) for rank in self.ranks))
             for task in list(self._watching):
                 task.cancel()
@@ -325,13 +330,13 @@ def make_launcher(name: str, *, ray_address: str | None, device: str) -> Launche
     raise ConfigError(f"launcher={name!r}: must be local or ray")
 
 
-def _private_directory() -> Path:
-    """A fresh directory that only this user can enter, with room in its name for a Unix socket's path."""
-    path = tempfile.mkdtemp(prefix="epruntime-")  # mode 0700
-    if len(path) > _MAX_SOCKET_PATH - len("/control"):
-        Path(path).rmdir()
-        path = tempfile.mkdtemp(prefix="epruntime-", dir="/tmp")
-    return Path(path)
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """A fresh directory that only this user can enter, short enough for the path of a Unix socket in it."""
+    directory = tempfile.TemporaryDirectory(prefix="epruntime-", ignore_cleanup_errors=True)  # mode 0700
+    if len(os.fsencode(directory.name)) > _MAX_SOCKET_PATH - len(_SOCKET_NAME) - 1:
+        directory.cleanup()
+        directory = tempfile.TemporaryDirectory(prefix="epruntime-", dir="/tmp", ignore_cleanup_errors=True)
+    return directory
 
 
 def _said(rank: RankHandle) -> str:

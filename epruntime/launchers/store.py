@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def host_store(host: str, *, timeout_s: float = 60.0) -> tuple[TCPStore, int]:
@@ -19,7 +19,7 @@ def host_store(host: str, *, timeout_s: float = 60.0) -> tuple[TCPStore, int]:
     Returns:
         (store, port); the server ends when the store is garbage collected.
     """
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
