@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from epruntime.comm.identity import receive_bootstrap
@@ -16,4 +18,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # All that had to be closed is closed. Taking the interpreter apart, with the modules that transformers imported,
+    # would keep the coordinator waiting for seconds.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
