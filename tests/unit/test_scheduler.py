@@ -1,5 +1,7 @@
 """GroupScheduler: plans worked out on paper, one rule at a time. Random schedules: test_scheduler_properties.py."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -330,3 +332,8 @@ def test_a_token_from_the_middle_of_a_prompt_is_refused():
     result = sim.ranks[0].collect()
     with pytest.raises(ProtocolError, match="up to token 2 of 3 and a token came back"):
         sim.schedulers[0].apply(replace(result, rids=np.array([rid]), tokens=np.array([1]), finish=np.array([0])))
+
+
+def test_scheduling_needs_no_torch():
+    code = "import sys, epruntime.engine.scheduler, epruntime.engine.router; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
