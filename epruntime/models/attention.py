@@ -146,7 +146,7 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
     if all(hasattr(module, name) for name in _LATENT_ATTRIBUTES):
         latent, rotary, nope, value = (int(getattr(module, n)) for n in (
             "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        projection = module.kv_b_proj
+        projection: Any = module.kv_b_proj
         fits = (
             cached == ((1, latent), (1, rotary))
             and (call.key_dim, call.value_dim, call.num_kv_heads) == (nope + rotary, value, call.num_heads)
@@ -155,8 +155,8 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
         if fits:
             return KVLayerInfo(num_heads=1, key_dim=latent + rotary, value_dim=latent, latent=True)
     raise UnsupportedModelError(
-        f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: neither "
-        "the same nor the latents of multi-head latent attention")
+        f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: "
+        "neither the same nor the latents of multi-head latent attention")
 
 
 def make_layer(call: AttentionCall, kv: KVLayerInfo, state: StepState, module: torch.nn.Module) -> PagedLayer:

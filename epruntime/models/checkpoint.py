@@ -93,12 +93,12 @@ def _files(path: Path) -> list[Path]:
     if len(found) == 1:
         return found
     if found:
-        raise CheckpointError(f"{path} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} that says "
-                              "which of them make the model")
+        raise CheckpointError(f"{path} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} that "
+                              "says which of them make the model")
     pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
     if pickles:
-        raise UnsupportedModelError(f"{path} holds pickle files only ({', '.join(pickles[:3])}): reading one can run any "
-                                    "code, so none is read. Convert the checkpoint to safetensors")
+        raise UnsupportedModelError(f"{path} holds pickle files only ({', '.join(pickles[:3])}): reading one can run "
+                                    "any code, so none is read. Convert the checkpoint to safetensors")
     raise CheckpointError(f"{path} holds no *.safetensors file")
 
 

@@ -63,7 +63,8 @@ class Conversions:
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._state = model.state_dict()
         plan = model._get_dtype_plan(dtype)
-        self._plan_search, self._plan_groups = None, {}
+        self._plan_search: re.Pattern[str] | None = None
+        self._plan_groups: dict[str, str] = {}
         if plan:
             self._plan_search, self._plan_groups, _ = build_glob_alternation(list(plan))
         self._plan = plan
@@ -118,7 +119,7 @@ class Conversions:
         converter = deepcopy(self._by_pattern[pattern])
         for source_pattern, tensors in sources.items():
             for key, read in tensors:
-                converter.add_tensor(target, key, source_pattern, read)
+                converter.add_tensor(target, key, source_pattern, read)  # type: ignore[arg-type]  # it takes both
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
         except (ValueError, RuntimeError, KeyError, IndexError, TypeError) as error:
@@ -151,7 +152,7 @@ class Conversions:
         return missing - covered
 
     def tie(self, missing: set[str]) -> None:
-        """Ties parameters that the checkpoint holds once. Those that it holds twice, with different values, stay apart."""
+        """Ties parameters that the checkpoint holds once. Held twice, with different values, they stay apart."""
         self._model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
 
     def compute_buffers(self) -> None:
@@ -180,8 +181,8 @@ class Conversions:
             value = getattr(module, buffer)
             unset = value.isnan() if value.is_floating_point() else value == _unset(value.dtype)
             if value.device.type == "meta" or (value.dtype != torch.bool and bool(unset.any())):
-                raise UnsupportedModelError(f"{type(model).__name__}: buffer {name} is in no checkpoint and transformers "
-                                            "does not compute it after loading")
+                raise UnsupportedModelError(f"{type(model).__name__}: buffer {name} is in no checkpoint and "
+                                            "transformers does not compute it after loading")
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:

@@ -84,13 +84,13 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
         if not isinstance(found, torch.dtype):
             found, source = checkpoint.main_dtype(), "the checkpoint"
     if found not in _DTYPES:
-        raise UnsupportedModelError(f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set dtype "
-                                    "to one of them")
+        raise UnsupportedModelError(f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set "
+                                    "dtype to one of them")
     return found
 
 
-def _num_experts(name: str, module: torch.nn.Module) -> int:
-    return int(module.down_proj.shape[0])  # type: ignore[union-attr, operator, index]
+def _num_experts(module: Any) -> int:
+    return int(module.down_proj.shape[0])
 
 
 def _examine(model: Any, config: Any, *, where: str) -> _Structure:
@@ -141,7 +141,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         architecture=architecture, model_type=config.model_type, dtype=_DTYPES[torch_dtype],
         vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size), num_layers=len(structure.kv_layers),
         max_position_embeddings=int(config.max_position_embeddings),
-        num_experts=max(_num_experts(n, m) for n, m in experts.items()), top_k=max(probe.top_k.values()),
+        num_experts=max(_num_experts(module) for module in experts.values()), top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
         eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *adapter.read_generation_eos(path)})),
         kv_layers=structure.kv_layers, num_parameters=checkpoint.num_parameters, checkpoint_bytes=checkpoint.num_bytes)
@@ -152,7 +152,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
 def _plan(drawn: _Blueprint, local: Callable[[int], tuple[int, ...]]) -> WeightPlan:
     shards = {}
     for name, module in drawn.structure.experts.items():
-        num_experts = _num_experts(name, module)
+        num_experts = _num_experts(module)
         shards[name] = ExpertShard(num_experts=num_experts, local=tuple(local(num_experts)))
     return WeightPlan(drawn.checkpoint, drawn.conversions, shards)
 
@@ -206,12 +206,12 @@ def load_model(path: str | Path, *, dtype: str, moe: MoEBuilder,
     modules = dict(model.named_modules())
     layers, latent = [], {}
     for call, kv in zip(drawn.structure.probe.attention, drawn.structure.kv_layers, strict=True):
-        module = modules[call.module_name]
+        module: Any = modules[call.module_name]
         layer = make_layer(call, kv, state, module)
         object.__setattr__(module, adapter.ATTENTION_ATTRIBUTE, layer)
         layers.append(layer)
         if isinstance(layer, LatentLayer):
-            latent[int(module.layer_idx)] = layer  # type: ignore[arg-type]
+            latent[int(module.layer_idx)] = layer
     for name, module in drawn.structure.experts.items():
         num_experts = drawn.conversions.expected[f"{name}.down_proj"].shape[0]
         weights = _take_weights(module)
@@ -246,8 +246,9 @@ def _take_weights(module: Any) -> ExpertWeights:
 
 
 def _check_all_real(model: torch.nn.Module) -> None:
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"]
-    left += [f"{name}.{attribute}" for name, module in model.named_modules() for attribute, value in vars(module).items()
-             if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+    registered = (*model.named_parameters(), *model.named_buffers())
+    plain = ((f"{name}.{attribute}", value) for name, module in model.named_modules()
+             for attribute, value in vars(module).items() if isinstance(value, torch.Tensor))
+    left = [name for name, tensor in (*registered, *plain) if tensor.device.type == "meta"]
     if left:
         raise UnsupportedModelError(f"{type(model).__name__}: {', '.join(left[:8])} have no value after loading")

@@ -167,7 +167,7 @@ def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
     reach = low
     if reach >= _FAR:
         found, reach = Visibility(), 0
-    elif first_seen(reach + 1) == reach:
+    elif first_seen(reach) == reach > 1:
         found = Visibility(chunk=reach)
     else:
         found = Visibility(window=reach)
@@ -226,12 +226,13 @@ def run_probe(model: torch.nn.Module) -> Probe:
             model(input_ids=ids, position_ids=positions, **{adapter.cache_keyword(model): recorder})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
-    except Exception as error:  # whatever a foreign forward raises: it needs more than the hooks give
-        raise UnsupportedModelError(f"{kind}: its forward needs more than attention over keys and values and routed "
-                                    f"experts (for example recurrent state): {type(error).__name__}: {error}") from error
+    except Exception as error:  # a foreign forward raises what it likes
+        raise UnsupportedModelError(
+            f"{kind}: its forward needs more than attention over keys and values and routed experts (for example "
+            f"recurrent state): {type(error).__name__}: {error}") from error
     if recorder.updates:
-        raise UnsupportedModelError(f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not attend "
-                                    "through the attention interface")
+        raise UnsupportedModelError(f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
+                                    "attend through the attention interface")
     return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
 
 

@@ -25,8 +25,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note", "dots3_note_text"), _INDEXER),
     **dict.fromkeys(("dbrx", "jetmoe", "doge"), _OWN_EXPERTS),
     "deepseek_v4": "its attention compresses keys over several tokens, and its routers need token ids",
-    "llama4_text": "it scales queries by their place in the batch rather than in their sequence, and its experts do not "
-                   "go through transformers' experts interface",
+    "llama4_text": "it scales queries by their place in the batch rather than in their sequence, and its experts do "
+                   "not go through transformers' experts interface",
     "longcat_flash": "it has identity experts, and its experts do not go through transformers' experts interface",
 }
 
@@ -46,12 +46,12 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-        raise UnsupportedModelError(f"{path}: the weights are quantised (method {method}), which is not supported yet; use "
-                                    "a float32 or bfloat16 checkpoint")
+        raise UnsupportedModelError(f"{path}: the weights are quantised (method {method}), which is not supported yet; "
+                                    "use a float32 or bfloat16 checkpoint")
     parts = [name for name in _SUB_CONFIGS if raw.get(name)]
     if parts:
-        raise UnsupportedModelError(f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text model "
-                                    "of its own is needed")
+        raise UnsupportedModelError(f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text "
+                                    "model of its own is needed")
 
 
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
@@ -64,8 +64,8 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
         raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
     named = raw.get("architectures")
     if isinstance(named, list) and named and architecture not in named:
-        raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as "
-                                    f"{architecture} only")
+        raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served "
+                                    f"as {architecture} only")
     return architecture
 
 
@@ -75,18 +75,19 @@ def check_rope(model: torch.nn.Module) -> None:
     name = type(model).__name__
     bad = sorted(kinds & BATCH_DEPENDENT_ROPE)
     if bad:
-        raise UnsupportedModelError(f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the longest "
-                                    "position in the batch, so that a request's tokens would depend on its batch-mates")
+        raise UnsupportedModelError(f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the "
+                                    "longest position in the batch: a request's tokens would depend on its batch-mates")
     unknown = sorted(kinds - COVERED_ROPE_TYPES)
     if unknown:
-        raise UnsupportedModelError(f"{name}: no conformance test covers rotary embeddings of type {', '.join(unknown)}")
+        raise UnsupportedModelError(f"{name}: no conformance test covers rotary embeddings of type "
+                                    f"{', '.join(unknown)}")
 
 
 def check_covered(model_type: str, features: frozenset[str]) -> None:
     """Refuses model types, and features of attention and experts, that no conformance test covers."""
     if model_type not in COVERED:
-        raise UnsupportedModelError(f"{model_type}: no conformance test covers this model type, so its tokens could not be "
-                                    f"vouched for. Covered: {', '.join(sorted(COVERED))}")
+        raise UnsupportedModelError(f"{model_type}: no conformance test covers this model type, so its tokens could "
+                                    f"not be vouched for. Covered: {', '.join(sorted(COVERED))}")
     unknown = sorted(features - COVERED[model_type])
     if unknown:
         raise UnsupportedModelError(f"{model_type}: no conformance test covers it with {', '.join(unknown)}")

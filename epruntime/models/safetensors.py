@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         (length,) = struct.unpack("<Q", prefix)
         if length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise CheckpointError(f"{path}: states a header of {length} bytes; the file has {status.st_size} and "
-                                  f"{MAX_HEADER_BYTES} is the most accepted. The file is damaged or no safetensors file")
+                                  f"{MAX_HEADER_BYTES} is the most accepted. It is damaged or of another format")
         text = os.pread(descriptor, length, 8)
     finally:
         os.close(descriptor)
@@ -114,7 +114,8 @@ def _check_ranges(path: Path, entries: dict[str, TensorEntry], *, data_start: in
         if entry.offset < position:
             raise CheckpointError(f"{path}: tensor {entry.name!r} overlaps {last}")
         if entry.offset > position:
-            raise CheckpointError(f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to none")
+            raise CheckpointError(f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to "
+                                  "none")
         position, last = entry.offset + entry.num_bytes, f"tensor {entry.name!r}"
     if position != file_size:
         what = "is truncated" if position > file_size else "has bytes past its last tensor"
@@ -148,7 +149,8 @@ class RangeReader:
         so that no second copy of a large tensor exists.
         """
         shape = entry.shape or (1,)
-        assert 0 <= first <= last <= shape[0] and out.numel() * shape[0] == (last - first) * _numel(shape), entry
+        assert 0 <= first <= last <= shape[0], (entry, first, last)
+        assert out.numel() * shape[0] == (last - first) * _numel(shape), entry
         if first == last or out.numel() == 0:
             return
         row_bytes = entry.num_bytes // shape[0]
@@ -168,13 +170,13 @@ class RangeReader:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         descriptor = self._descriptors[file]
-        view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
+        view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             got = os.preadv(descriptor, [view[done : done + _MAX_READ]], offset + done)
             if got == 0:
-                raise CheckpointError(f"{file}: ends at byte {offset + done}, in the middle of a tensor; it was changed "
-                                      "while being read")
+                raise CheckpointError(f"{file}: ends at byte {offset + done}, in the middle of a tensor; it was "
+                                      "changed while being read")
             done += got
         self.bytes_read += done
 

@@ -138,8 +138,8 @@ class WeightPlan:
             for name, tensor in self._make(step, reader).items():
                 expected = self.local_shape(name) if name in self._conversions.expected else None
                 if expected is None or tuple(tensor.shape) != expected:
-                    raise CheckpointError(f"{self._checkpoint.path}: {name} comes out with shape {tuple(tensor.shape)}, "
-                                          f"the model needs {expected}")
+                    raise CheckpointError(f"{self._checkpoint.path}: {name} comes out with shape "
+                                          f"{tuple(tensor.shape)}, the model needs {expected}")
                 put(name, tensor)
             progress(reader.bytes_read)
 
@@ -153,7 +153,8 @@ class WeightPlan:
 
     def _group(self) -> tuple[dict[str, _Group], list[str]]:
         groups: dict[str, _Group] = {}
-        ignored, extra = [], []
+        ignored: list[str] = []
+        extra: list[str] = []
         for key in sorted(self._checkpoint.tensors, key=natural_order):
             place = self._conversions.destination(key)
             if place is None:
@@ -201,14 +202,14 @@ class WeightPlan:
         if shard is None:
             return None
         if not entry.shape or entry.shape[0] != shard.num_experts:
-            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} of shape {entry.shape} makes {target}, but its "
-                                  f"first dimension is not the {shard.num_experts} experts")
+            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} of shape {entry.shape} makes {target}, but "
+                                  f"its first dimension is not the {shard.num_experts} experts")
         return shard
 
     def _check_shape(self, entry: TensorEntry, expected: tuple[int, ...]) -> None:
         if entry.shape != expected:
-            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls for "
-                                  f"{expected}")
+            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls "
+                                  f"for {expected}")
 
     def _check_stack(self, group: _Group, shard: ExpertShard, sources: tuple[str, ...]) -> None:
         """Every source has one tensor per expert, numbered 0 to E-1."""
@@ -221,7 +222,8 @@ class WeightPlan:
                 absent = sorted(set(range(shard.num_experts)) - set(found))
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {group.target} needs one tensor {pattern} per expert, 0 to "
-                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: {_listed([str(e) for e in absent])}")
+                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: "
+                    f"{_listed([str(e) for e in absent])}")
 
     def _check_stacking(self, step: _Step, stacking: Stacking) -> None:
         full = self._conversions.expected[step.target].shape

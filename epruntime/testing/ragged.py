@@ -37,7 +37,8 @@ SCHEDULE: tuple[tuple[tuple[str, int], ...], ...] = (
 class RaggedDriver:
     """Keeps block tables of a few sequences over one model's cache."""
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4, row_multiple: int = 32) -> None:
+    def __init__(self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4,
+                 row_multiple: int = 32) -> None:
         self.model, self.block_size, self.row_multiple = model, block_size, row_multiple
         model.allocate_kv(num_blocks, block_size)
         for layer in model.layers:
@@ -50,7 +51,10 @@ class RaggedDriver:
 
     def step(self, items: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Computes new tokens (int64 [n]) of some sequences; returns logits [n, V] of each."""
-        ids, positions, slots, starts, lengths = [], [], [], [0], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths = [0], []
         for name, tokens in items:
             table = self._tables.setdefault(name, [])
             first, last = self._lengths[name], self._lengths[name] + len(tokens)

@@ -44,7 +44,7 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except Exception:  # a property that needs other fields first: the name exists
+    except Exception:  # noqa: BLE001  a property that needs other fields first: the name exists
         return True
 
 

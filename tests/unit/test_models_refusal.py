@@ -1,0 +1,192 @@
+"""Checkpoints that are refused, each with the reason in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from safetensors import safe_open
+
+from epruntime.errors import CheckpointError, EPRuntimeError, UnsupportedModelError
+from epruntime.models.conformance import COVERED
+from epruntime.models.loader import inspect_model, load_model
+from epruntime.models.refusal import REFUSED
+from epruntime.testing import tiny_models
+from epruntime.testing.ragged import local_runtime
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    _, model = tiny_models.build("mixtral", num_hidden_layers=1)
+    return tiny_models.save(model, tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture
+def copy(mixtral: Path, tmp_path: Path) -> Path:
+    for file in mixtral.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def _config(path: Path, **changes: Any) -> None:
+    data = json.loads((path / "config.json").read_text())
+    data.update(changes)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not ...}))
+
+
+def _tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = path / "model.safetensors"
+    with safe_open(file, "pt") as source:
+        tensors = {name: source.get_tensor(name).clone() for name in source.keys()}  # noqa: SIM118
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
+def _refused(path: Path, kind: type[EPRuntimeError], *words: str) -> None:
+    for call in (lambda: inspect_model(path), lambda: load_model(path, dtype="auto", moe=local_runtime())):
+        with pytest.raises(kind) as caught:
+            call()
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_dense_model(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                      intermediate_size=32)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UnsupportedModelError, "LlamaForCausalLM", "dense model")
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, ["its own modelling code"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised", "gptq"]),
+    ({"vision_config": {"hidden_size": 8}}, ["multimodal", "vision_config"]),
+    ({"model_type": "no_such_type"}, ["no_such_type"]),
+    ({"model_type": ...}, ["model_type"]),
+    ({"architectures": ["MixtralForSequenceClassification"]}, ["MixtralForSequenceClassification",
+                                                               "MixtralForCausalLM"]),
+    ({"dtype": "float16"}, ["float16", "bfloat16"]),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["batch-mates", "dynamic"]),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+                          "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}}, ["longrope"]),
+    ({"num_local_experts": "many"}, ["config.json"]),
+])
+def test_config(changes: dict[str, Any], words: list[str], copy: Path) -> None:
+    _config(copy, **changes)
+    _refused(copy, UnsupportedModelError, *words)
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refused_types_are_named(model_type: str, copy: Path) -> None:
+    assert model_type not in COVERED
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    (copy / "config.json").write_text(json.dumps({"model_type": model_type}))
+    _refused(copy, UnsupportedModelError, model_type, REFUSED[model_type])
+
+
+def test_uncovered_type_and_feature(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COVERED, "mixtral", frozenset())
+    inspect_model(copy)
+    _config(copy, sliding_window=8)
+    _refused(copy, UnsupportedModelError, "mixtral", "no conformance test", "window")
+    monkeypatch.delitem(COVERED, "mixtral")
+    _refused(copy, UnsupportedModelError, "mixtral", "no conformance test covers this model type")
+
+
+def test_missing_tensors_are_listed(copy: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.q_proj.weight"]
+
+    _tensors(copy, drop)
+    _refused(copy, CheckpointError, "2 tensors", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+
+
+def test_missing_expert_is_named(copy: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        (name,) = [n for n in tensors if ".experts.5.w1" in n]
+        del tensors[name]
+
+    _tensors(copy, drop)
+    _refused(copy, CheckpointError, "missing experts: 5", "w1")
+
+
+def test_missing_projection_of_all_experts(copy: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if ".w3." in n]:
+            del tensors[name]
+
+    _tensors(copy, drop)
+    _refused(copy, CheckpointError, "w3")
+
+
+def test_one_expert_too_many(copy: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if ".experts.7." in n]:
+            tensors[name.replace(".7.", ".8.")] = tensors[name].clone()
+
+    _tensors(copy, add)
+    _refused(copy, CheckpointError, "0 to 7", "found 9")
+
+
+def test_extra_tensors_are_listed(copy: Path) -> None:
+    _tensors(copy, lambda tensors: tensors.update({"model.layers.0.lora_a": torch.zeros(2)}))
+    _refused(copy, CheckpointError, "no place", "model.layers.0.lora_a")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight",
+                                  "model.layers.0.block_sparse_moe.experts.3.w2.weight"])
+def test_wrong_shape(name: str, copy: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].clone()
+
+    _tensors(copy, cut)
+    _refused(copy, CheckpointError, "shape")
+
+
+def test_pickle_only(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"")
+    _refused(copy, UnsupportedModelError, "pickle", "pytorch_model.bin")
+
+
+def test_nothing_there(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    _refused(copy, CheckpointError, "no *.safetensors")
+    _refused(copy / "absent", CheckpointError, "no directory")
+    (copy / "config.json").write_text("{")
+    _refused(copy, CheckpointError, "config.json")
+
+
+@pytest.mark.parametrize(("index", "words"), [
+    ({"weight_map": {"a": "../model.safetensors"}}, "no safetensors file of this directory"),
+    ({"weight_map": {"a": "absent.safetensors"}}, "absent.safetensors"),
+    ({"weight_map": {"a": "model.safetensors"}}, "disagree"),
+    ({"weight_map": {}}, "no weight_map"),
+    ([], "no JSON object"),
+])
+def test_bad_index(index: Any, words: str, copy: Path) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    _refused(copy, CheckpointError, words)
+
+
+def test_truncated_file(copy: Path) -> None:
+    data = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(data[:-10])
+    _refused(copy, CheckpointError, "truncated")
+
+
+def test_remote_code_is_never_imported(copy: Path) -> None:
+    marker = copy / "ran"
+    (copy / "m.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    _config(copy, auto_map={"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}, model_type="unknown_remote")
+    _refused(copy, UnsupportedModelError, "never run")
+    assert not marker.exists()
