@@ -11,19 +11,22 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from epruntime.comm.transport import GroupInfo, Support, Transport, Work
 from epruntime.errors import ConfigError, EngineDeadError, RankLostError
 
 logger = logging.getLogger("epruntime.comm.gloo")
 
+dist: Any = torch.distributed  # its type stubs lack the store classes and most of ProcessGroupGloo
+
 _MAX_TAG = 1 << 30
+#: Messages on the wire: peer and what waits for it.
+_Pending = list[tuple[int, Any]]
 
 
 class GlooTransport(Transport):
@@ -59,8 +62,7 @@ class GlooTransport(Transport):
             store = dist.TCPStore(group.store_host, group.store_port, is_master=False, wait_for_workers=False,
                                   timeout=timeout)
             prefix = dist.PrefixStore(f"epruntime/gen{group.generation}/gloo", store)
-            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-                prefix, group.rank, group.world_size, options)
+            self._group: Any = dist.ProcessGroupGloo(prefix, group.rank, group.world_size, options)
         except RuntimeError as error:
             raise EngineDeadError(
                 f"rank {self.rank}: the {self.world_size} ranks of generation {group.generation} did not meet within "
@@ -81,25 +83,22 @@ class GlooTransport(Transport):
         return Support(ok=True)
 
     def all_gather_counts(self, counts_N: torch.Tensor) -> torch.Tensor:
-        assert counts_N.dtype == torch.int64 and counts_N.dim() == 1, (counts_N.dtype, counts_N.shape)
+        assert counts_N.dtype == torch.int64, counts_N.dtype
         counts_N = counts_N.contiguous()
         out_RN = counts_N.new_empty((self.world_size, counts_N.shape[0]))
         out_RN[self.rank] = counts_N
-        tag = self._next_tag()
-        pending = [(p, self._recv(out_RN[p], p, tag)) for p in self._peers()]
-        pending += [(p, self._send(counts_N, p, tag)) for p in self._peers()]
-        self._wait(pending, "all_gather_counts")
+        peers = self._peers()
+        self._finish(self._start([(p, out_RN[p]) for p in peers], [(p, counts_N) for p in peers]), "all_gather_counts")
         return out_RN
 
     def all_to_all_rows(self, send_RB: torch.Tensor, send_counts: list[int], recv_counts: list[int]) -> Work:
-        assert send_RB.dtype == torch.uint8 and send_RB.is_contiguous(), (send_RB.dtype, send_RB.stride())
+        assert send_RB.dtype == torch.uint8, send_RB.dtype
+        assert send_RB.is_contiguous(), send_RB.stride()
         assert sum(send_counts) == send_RB.shape[0], (send_counts, send_RB.shape)
         recv_RB = send_RB.new_empty((sum(recv_counts), send_RB.shape[1]))
-        tag = self._next_tag()
         sends, receives = _ranges(send_counts), _ranges(recv_counts)
-        # Receives are posted first, so that arriving bytes go straight to their place.
-        pending = [(p, self._recv(recv_RB[slice(*receives[p])], p, tag)) for p in self._peers() if recv_counts[p]]
-        pending += [(p, self._send(send_RB[slice(*sends[p])], p, tag)) for p in self._peers() if send_counts[p]]
+        pending = self._start([(p, recv_RB[slice(*receives[p])]) for p in self._peers() if recv_counts[p]],
+                              [(p, send_RB[slice(*sends[p])]) for p in self._peers() if send_counts[p]])
         if send_counts[self.rank]:
             recv_RB[slice(*receives[self.rank])] = send_RB[slice(*sends[self.rank])]
         return _Exchange(self, pending, send_RB, recv_RB)
@@ -108,64 +107,63 @@ class GlooTransport(Transport):
         self.all_gather_counts(torch.zeros(1, dtype=torch.int64))
 
     def close(self) -> None:
-        """Closes the sockets and ends gloo's threads; waits for nobody. May be called twice."""
+        """Closes the sockets and ends gloo's threads; waits for nobody. May be called twice.
+
+        Peers that wait for this rank get an error at once. A wait on this rank in another thread goes on to its own
+        timeout: gloo has no way to wake it.
+        """
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
-    def _peers(self) -> Iterator[int]:
+    def _peers(self) -> list[int]:
         # Each rank starts with its right neighbour, so that not all of them send to rank 0 first.
-        return ((self.rank + i) % self.world_size for i in range(1, self.world_size))
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
-    def _next_tag(self) -> int:
-        self._tag = (self._tag + 1) % _MAX_TAG
-        return self._tag
-
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        with self._guard(peer, "send"):
-            return self._live().send([tensor], peer, tag)
-
-    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        with self._guard(peer, "receive"):
-            return self._live().recv([tensor], peer, tag)
-
-    def _live(self) -> dist.ProcessGroupGloo:
+    def _start(self, receives: list[tuple[int, torch.Tensor]], sends: list[tuple[int, torch.Tensor]]) -> _Pending:
+        """Posts receives, then sends, so that arriving bytes go straight to their place."""
         if self._failure is not None:
             raise self._failure
         if self._group is None:
             raise EngineDeadError(f"rank {self.rank}: the gloo transport is closed; its generation has ended")
-        return self._group
-
-    def _wait(self, pending: list[tuple[int, dist.Work]], what: str) -> None:
-        for peer, work in pending:
-            with self._guard(peer, what):
-                work.wait()
-
-    @contextmanager
-    def _guard(self, peer: int, what: str) -> Iterator[None]:
-        """Turns gloo's error into one that names the peer, and keeps it: a broken group stays broken."""
-        started = time.monotonic()
+        self._tag = (self._tag + 1) % _MAX_TAG
+        peer = self.rank
+        pending: _Pending = []
         try:
-            yield
+            for peer, tensor in receives:
+                pending.append((peer, self._group.recv([tensor], peer, self._tag)))
+            for peer, tensor in sends:
+                pending.append((peer, self._group.send([tensor], peer, self._tag)))
         except RuntimeError as error:
-            if isinstance(error, EngineDeadError):
-                raise
-            self._failure = RankLostError(
-                slot=peer, host=self._hosts[peer],
-                detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self.rank} after "
-                       f"{time.monotonic() - started:.1f} s (limit {self._timeout_s:g} s): {_first_line(error)}")
-            raise self._failure from error
+            raise self._lost(peer, "start of an exchange", 0.0, error) from error
+        return pending
+
+    def _finish(self, pending: _Pending, what: str) -> None:
+        peer, started = self.rank, time.monotonic()
+        try:
+            for peer, work in pending:  # noqa: B007 - named in the error
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, what, time.monotonic() - started, error) from error
+
+    def _lost(self, peer: int, what: str, after_s: float, error: RuntimeError) -> RankLostError:
+        """Gloo's error as one that names the peer. It is kept: a broken group stays broken."""
+        self._failure = RankLostError(
+            slot=peer, host=self._hosts[peer],
+            detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self.rank} after {after_s:.1f} s "
+                   f"(limit {self._timeout_s:g} s): {_first_line(error)}")
+        return self._failure
 
 
 class _Exchange(Work):
     """Rows on the wire; holds both buffers until they have moved."""
 
-    def __init__(self, transport: GlooTransport, pending: list[tuple[int, dist.Work]], send_RB: torch.Tensor,
-                 recv_RB: torch.Tensor) -> None:
+    def __init__(self, transport: GlooTransport, pending: _Pending, send_RB: torch.Tensor, recv_RB: torch.Tensor
+                 ) -> None:
         self._transport, self._pending, self._send_RB, self._recv_RB = transport, pending, send_RB, recv_RB
 
     def wait(self) -> torch.Tensor:
-        self._transport._wait(self._pending, "all_to_all_rows")
+        self._transport._finish(self._pending, "all_to_all_rows")
         self._pending = []
         return self._recv_RB
 

@@ -37,7 +37,7 @@ def make_transport(name: str, group: GroupInfo) -> Transport:
     """
     if name != "auto" and name not in TRANSPORTS:
         raise ConfigError(f"transport={name!r}: must be auto or one of {', '.join(TRANSPORTS)}")
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in TRANSPORTS if name == "auto" else (name,):
         kind = TRANSPORTS[candidate]()
         support = kind.supports(group)

@@ -2,7 +2,7 @@
 
 One transport object belongs to one generation: a member rank that leaves makes every object of that
 generation useless, and a new one is made under a new store prefix. Calls are collective: every rank
-of the generation makes the same calls in the same order, also with nothing to send.
+of the generation makes the same calls in the same order, also with nothing to send, and from one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class GroupInfo:
         hosts: host name per rank (who shares memory is *not* told by it).
         device: torch device type of the rows ("cpu" or "cuda").
         timeout_s: bound of every wait.
-        interface_address: this host's address that the others reach; "" lets the transport choose.
+        interface_address: this host's address that the others reach; "": its address on the route to the store, which
+            is loopback where the store is on loopback.
     """
 
     rank: int
@@ -63,6 +64,10 @@ class Transport(ABC):
     name: str
     rank: int
     world_size: int
+
+    @abstractmethod
+    def __init__(self, group: GroupInfo) -> None:
+        """Joins the group; returns when all its ranks have met."""
 
     @classmethod
     @abstractmethod

@@ -53,8 +53,8 @@ class Dispatcher:
 
     def __init__(self, transport: Transport, placement: Placement, *, budget_rows: int) -> None:
         if placement.world_size != transport.world_size:
-            raise ConfigError(f"placement {placement.version} is for {placement.world_size} ranks, the {transport.name} "
-                              f"transport connects {transport.world_size}")
+            raise ConfigError(f"placement {placement.version} is for {placement.world_size} ranks, the "
+                              f"{transport.name} transport connects {transport.world_size}")
         if budget_rows < 1:
             raise ConfigError(f"exchange_budget_tokens={budget_rows}: must be at least 1")
         self._transport = transport
@@ -95,7 +95,7 @@ class Dispatcher:
 
     def receive(self, handle: DispatchHandle) -> ExpertRows:
         """Waits for the current round's rows."""
-        assert handle._incoming is not None and handle._arrived is None, "receive and send_back alternate"
+        assert handle._incoming is not None, "receive and send_back alternate"
         started = perf_counter()
         message_NB = handle._incoming.wait()
         handle._stats.dispatch_s += perf_counter() - started

@@ -7,6 +7,7 @@ Shape letters: T tokens on this rank, K = top-k, R ranks, N rows, M (row, slot) 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,7 +94,7 @@ def pairs_by_peer(slots_NK: torch.Tensor, rows_by_peer: list[int]) -> list[int]:
         return [int((slots_NK >= 0).sum())]
     ends_N = torch.nn.functional.pad((slots_NK >= 0).sum(1).cumsum(0), (1, 0))
     edges = ends_N[torch.tensor([0, *rows_by_peer], device=slots_NK.device).cumsum(0)].tolist()
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(edges)]
 
 
 @dataclass(frozen=True, kw_only=True)

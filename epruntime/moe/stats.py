@@ -1,4 +1,4 @@
-"""What the MoE layers of one rank did: expert loads, rows, bytes, and seconds spent waiting. Cheap enough to keep on."""
+"""What the MoE layers of one rank did: expert loads, rows, bytes, seconds of waiting. Cheap enough to keep on."""
 
 from __future__ import annotations
 

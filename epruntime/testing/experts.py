@@ -78,12 +78,10 @@ def take_experts(weights: ExpertWeights, ids: Sequence[int]) -> ExpertWeights:
     index = torch.tensor(list(ids), dtype=torch.int64)
 
     def take(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x[index].contiguous()
+        return None if x is None else x[index]
 
-    up, down = take(weights.up_SIH), take(weights.down_SHI)
-    assert up is not None and down is not None
-    return replace(weights, up_SIH=up, down_SHI=down, up_bias_SI=take(weights.up_bias_SI),
-                   down_bias_SH=take(weights.down_bias_SH))
+    return replace(weights, up_SIH=weights.up_SIH[index], down_SHI=weights.down_SHI[index],
+                   up_bias_SI=take(weights.up_bias_SI), down_bias_SH=take(weights.down_bias_SH))
 
 
 def dense_row(x_H: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
@@ -99,7 +97,8 @@ def dense_row(x_H: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.T
     return y
 
 
-def dense_moe(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+def dense_moe(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, weights: ExpertWeights
+              ) -> torch.Tensor:
     """sum over k of weight x expert(x), in fp64, by loops over tokens and choices; id -1 adds nothing."""
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float64)
     for t in range(x_TH.shape[0]):

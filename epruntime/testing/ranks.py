@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from epruntime.comm.transport import GroupInfo
 
@@ -55,7 +55,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RanksFailed: with the first traceback.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    distributed: Any = torch.distributed  # its type stubs lack the store classes
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     channels: list[Connection] = []
@@ -65,7 +66,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             group = GroupInfo(rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=store.port,
                               hosts=("localhost",) * world_size, timeout_s=exchange_timeout_s)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(theirs, group, threads, work), daemon=True)
+            process: BaseProcess = context.Process(target=_rank_main, args=(theirs, group, threads, work), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -93,7 +94,7 @@ def _collect(processes: list[BaseProcess], channels: list[Connection], deadline:
             assert isinstance(channel, Connection)
             rank = waiting[channel]
             try:
-                ok, value = pickle.loads(channel.recv_bytes())
+                ok, value = pickle.loads(channel.recv_bytes())  # noqa: S301 - our own child wrote it
             except EOFError:
                 processes[rank].join(timeout=5)
                 if rank not in may_die:
@@ -112,9 +113,9 @@ def _rank_main(channel: Connection, group: GroupInfo, threads: int, work: bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it kills us
     torch.set_num_threads(threads)
     try:
-        function, args = pickle.loads(work)
+        function, args = pickle.loads(work)  # noqa: S301 - our own parent wrote it
         answer = pickle.dumps((True, function(group, *args)))
-    except BaseException:  # the parent raises it, whatever it is
+    except BaseException:  # noqa: BLE001 - the parent raises it, whatever it is
         answer = pickle.dumps((False, traceback.format_exc()))
     channel.send_bytes(answer)
     channel.close()

@@ -160,7 +160,8 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     outputs = []
     for layer in layers:
         y = layer.forward(x, ids, factors ** 2 if case.fault == "weights_twice" else factors)
-        assert y.dtype == case.dtype and y.shape == x.shape
+        assert y.dtype == case.dtype
+        assert y.shape == x.shape
         outputs.append(y)
     assert torch.equal(outputs[0], outputs[1])
     context.probe = True

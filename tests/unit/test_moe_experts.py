@@ -15,6 +15,7 @@ from epruntime.moe.experts.base import group_rows
 from epruntime.moe.types import ExpertRows, ExpertWeights
 from epruntime.testing.experts import ACTIVATIONS, dense_row, random_experts, silu_gate
 
+
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
@@ -37,7 +38,8 @@ def test_experts_equal_fp64(backend: str, layout: str, strict: bool) -> None:
     slots[0], slots[1] = -1, 2  # a row with nothing to do, a row with one slot three times
     got = select_backend(backend, weights).forward(ExpertRows(x_NH=x, slots_NK=slots), weights, strict=strict)
     want = torch.stack([dense_row(x[n], weights, int(s)) for n in range(50) for s in slots[n] if s >= 0])
-    assert got.shape == want.shape and got.dtype == torch.float32
+    assert got.shape == want.shape
+    assert got.dtype == torch.float32
     assert (got.double() - want).abs().max() < 3e-6 * want.abs().max()
 
 
@@ -58,7 +60,8 @@ def test_groups_are_padded_with_zeros() -> None:
     assert torch.equal(groups.x_PH[groups.place_M], x[[n for n in range(40) for s in slots[n] if s >= 0]])
     padding = torch.ones(groups.x_PH.shape[0], dtype=torch.bool)
     padding[groups.place_M] = False
-    assert int(padding.sum()) == groups.x_PH.shape[0] - 73 and not groups.x_PH[padding].any()
+    assert int(padding.sum()) == groups.x_PH.shape[0] - 73
+    assert not groups.x_PH[padding].any()
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -67,8 +70,8 @@ def test_groups_are_padded_with_zeros() -> None:
     ("silu", 64, 32, {}), ("silu", 576, 1536, {}), ("silu", 1024, 512, {}), ("interleaved", 64, 96, {"transposed": True,
     "bias": True}), ("gelu", 96, 72, {}), ("gelu_tanh", 64, 40, {"transposed": True}), ("relu2", 64, 56, {}),
     ("tanh_exp", 64, 24, {"post": True}), ("gelu_no_gate", 32, 40, {})])
-def test_a_rows_bits_depend_on_the_row_alone(threads: int, backend: str, dtype: torch.dtype, activation: str, hidden: int,
-                                             inner: int, options: dict[str, bool]) -> None:
+def test_a_rows_bits_depend_on_the_row_alone(threads: int, backend: str, dtype: torch.dtype, activation: str,
+                                             hidden: int, inner: int, options: dict[str, bool]) -> None:
     weights = random_experts(2, hidden, inner, activation=activation, dtype=dtype, **options)
     experts = select_backend(backend, weights)
     x = torch.randn(301, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -88,7 +91,7 @@ def test_a_rows_bits_depend_on_the_row_alone(threads: int, backend: str, dtype: 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_the_activations_row_count_is_what_it_rests_on(num_threads: int) -> None:
-    """At other row counts some activation gives equal rows unequal bits; at those of `rows_for_activation` none does."""
+    """At other row counts some activation gives equal rows unequal bits; at `rows_for_activation`'s none does."""
     cases = []
     before = torch.get_num_threads()
     try:
@@ -103,7 +106,9 @@ def test_the_activations_row_count_is_what_it_rests_on(num_threads: int) -> None
         for function, inner, row, want in cases:
             for least in (32, 33 * 32):
                 count = rows_for_activation(least, inner)
-                assert count >= least and count % num_threads == 0 and (count // num_threads * inner) % 64 == 0
+                assert count >= least
+                assert count % num_threads == 0
+                assert (count // num_threads * inner) % 64 == 0
                 out = function(row.repeat(count, 1))
                 assert torch.equal(out, want.expand_as(out)), (function, row.dtype, inner, count)
             for count in (1, 7, 33, 1101):
@@ -136,7 +141,8 @@ def test_a_non_finite_row_stays_alone() -> None:
     x[4], x[5] = math.nan, math.inf
     got = experts.forward(rows, weights, strict=True)
     others = [m for m in range(18) if m // 2 not in (4, 5)]
-    assert torch.equal(got[others], want[others]) and not got[8:12].isfinite().any()
+    assert torch.equal(got[others], want[others])
+    assert not got[8:12].isfinite().any()
 
 
 def test_selection() -> None:

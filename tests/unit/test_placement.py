@@ -73,7 +73,8 @@ def test_rounds_on_paper() -> None:
 def test_rounds_keep_every_row_and_the_budget(matrix: list[list[int]], budget: int) -> None:
     rows = torch.tensor(matrix)
     rounds = split_rounds(rows, budget)
-    assert torch.equal(rounds.sum(0), rows) and bool((rounds >= 0).all())
+    assert torch.equal(rounds.sum(0), rows)
+    assert bool((rounds >= 0).all())
     incoming = rounds.sum(1)
     assert bool((incoming <= budget).all())
     assert len(rounds) == -(-max(sum(row[d] for row in matrix) for d in range(len(matrix))) // budget)

@@ -39,7 +39,7 @@ def select_backend(name: str, weights: ExpertWeights) -> ExpertsBackend:
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"experts_backend={name!r}: must be auto or one of {', '.join(BACKENDS)}")
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in BACKENDS if name == "auto" else (name,):
         kind = BACKENDS[candidate]()
         support = kind.supports(weights)
