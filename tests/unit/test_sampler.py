@@ -139,6 +139,10 @@ def test_the_inverse_cdf_runs_in_vocabulary_order(monkeypatch):
     for u, token in ((0.0, 0), (0.05, 0), (0.15, 1), (0.45, 1), (0.55, 2), (0.75, 3), (1 - 2**-53, 3)):
         monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
         assert sampler.sample(row, [spec()], [0]).tokens.tolist() == [token]
+    # A draw exactly on a step belongs to the token above it: 0 to the first possible one, 1/2 to the second of two.
+    for u, token in ((0.0, 1), (0.5, 2)):
+        monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
+        assert sampler.sample(torch.tensor([[-torch.inf, 0.0, 0.0]]), [spec()], [0]).tokens.tolist() == [token]
 
 
 def test_a_row_does_not_depend_on_its_batch_mates():
