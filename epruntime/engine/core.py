@@ -74,8 +74,12 @@ class EngineCore:
             raise self.dead_error
         expected = len(request.prompt_token_ids) + request.spec.max_tokens
         group = self._router.assign(request.rid, expected)
+        try:
+            self.schedulers[group].add(request.rid, request.prompt_token_ids, request.spec)
+        except EPRuntimeError:
+            self._router.release(request.rid)
+            raise
         self._group_of[request.rid] = group
-        self.schedulers[group].add(request.rid, request.prompt_token_ids, request.spec)
         self._wake.set()
 
     def drop(self, rid: int) -> None:
@@ -103,7 +107,9 @@ class EngineCore:
                     in_flight.append(self._send_step())
                 if in_flight:
                     began = time.monotonic()
-                    self._apply(await self._collect(in_flight.popleft()))
+                    results = await self._collect(in_flight[0])
+                    in_flight.popleft()
+                    self._apply(results)
                     self.stats.step_seconds += time.monotonic() - began
                 else:
                     self._wake.clear()
@@ -122,6 +128,7 @@ class EngineCore:
             for futures in in_flight:
                 for future in futures:
                     future.cancel()
+                    future.add_done_callback(_retrieve)  # what became of it is known, and is no news
 
     def _send_step(self) -> list[asyncio.Future[StepResult]]:
         """Makes and sends the next step's plan for every rank; an idle rank gets an empty one."""
@@ -172,3 +179,8 @@ class EngineCore:
             logger.error("the engine is dead: %s", error)
             self.dead_error = error
             self._on_dead(error)
+
+
+def _retrieve(future: asyncio.Future[StepResult]) -> None:
+    if not future.cancelled():
+        future.exception()

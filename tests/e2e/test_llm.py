@@ -78,7 +78,7 @@ def test_refusals(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         LLM(tmp_path, ranks=ranks)
     save(build("llama")[1], tmp_path)
-    with pytest.raises(UnsupportedModelError, match="llama"):
+    with pytest.raises(UnsupportedModelError, match="dense model"):
         LLM(tmp_path, ranks=ranks)
     with LLM(model, ranks=ranks, **OPTIONS) as llm:
         for prompt, field in (("text", "prompt"), (_ids(128), "prompt_token_ids"), (_ids(*[5] * 300), "prompt")):
