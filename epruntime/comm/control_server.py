@@ -53,6 +53,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._knock: _Knock | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._refused = False
         self._end = "closed by the peer"
         self.info: RankInfo | None = None
         self.on_message: Callable[[Message], None] = lambda message: None
@@ -129,8 +130,11 @@ class Connection(asyncio.BufferedProtocol):
         self._server._forget(self)
         if self.info is not None:
             self.on_close(self._end)
-        elif self._knock is None and self._end == "closed by the peer":
-            logger.info("%s left before the handshake", self)
+        elif self._knock is None:
+            logger.info("%s left before the handshake: %s", self, self._end)
+        elif not self._refused:
+            logger.warning("%s left after the challenge to slot %d: it may hold another pool's secret", self,
+                           self._knock.slot)
 
     def _take(self, message: Message) -> None:
         if self.info is not None:
@@ -139,7 +143,7 @@ class Connection(asyncio.BufferedProtocol):
                 raise ProtocolError(f"message {message['type']!r} names no generation")
             if generation < self.generation:
                 self.num_stale += 1
-                logger.warning("%s: dropped message %r of generation %d, now at %d", self, message["type"],
+                logger.info("%s: dropped message %r of generation %d, now at %d", self, message["type"],
                                generation, self.generation)
                 return
             self.on_message(message)
@@ -192,6 +196,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, reason: str) -> None:
         logger.warning("refused %s: %s", self, reason)
+        self._refused = True
         if self.is_open:
             self._write(encode({"type": "refused", "reason": reason}))
         self._finish(reason, abort=False)

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epruntime.comm import auth
 from epruntime.comm.control import Connection, ControlServer, RankBootstrap
@@ -30,6 +30,9 @@ from epruntime.launchers.base import Launcher, RankProcess
 from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.store import host_store
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 logger = logging.getLogger("epruntime.launchers.pool")
 
 __all__ = ["RankHandle", "RankPool"]
@@ -37,7 +40,7 @@ __all__ = ["RankHandle", "RankPool"]
 LOOPBACK = "127.0.0.1"
 
 #: seconds given to a rank: to leave when asked, when told (SIGTERM), and to be gone after SIGKILL.
-_LEAVE_S, _TERMINATE_S, _KILL_S = 5.0, 2.0, 10.0
+_LEAVE_S, _TERMINATE_S, _KILL_S = 3.0, 2.0, 10.0
 
 #: seconds added to start_timeout_s before the pool gives up by itself.
 _PLACE_GRACE_S = 1.0
@@ -64,7 +67,8 @@ class RankPool:
         self._secret = auth.new_secret()
         self._server = ControlServer(self._secret, on_join=self._on_join, on_refused=self._on_refused)
         self._socket_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._store: Any = None
+        # Held here and nowhere else: the store ends when this lets go of it.
+        self._store: asyncio.Future[tuple[TCPStore, int]] | None = None
         self._store_address = ("", 0)
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._generations = itertools.count()
@@ -157,7 +161,7 @@ class RankPool:
         seats = await self._launcher.place(num_ranks, threads_per_rank=threads_per_rank, timeout_s=timeout_s)
         assert [seat.slot for seat in seats] == list(range(num_ranks))
         host = self._launcher.control_host
-        store = self._loop.run_in_executor(None, host_store, host or LOOPBACK)
+        self._store = self._loop.run_in_executor(None, host_store, host or LOOPBACK)
         if host is None:
             self._socket_dir = _private_directory()
             address = await self._server.listen_unix(f"{self._socket_dir.name}/{_SOCKET_NAME}")
@@ -167,8 +171,7 @@ class RankPool:
         for rank in self.ranks:
             self._server.expect(rank.seat.slot, rank.incarnation)
             self._background(self._spawning, self._spawn(rank, address, timeout_s))
-        self._store, port = await store
-        self._store_address = (host or LOOPBACK, port)
+        self._store_address = (host or LOOPBACK, (await self._store)[1])
         await asyncio.shield(self._ready)
         self._close_door()
         logger.info("%d ranks are up (%s): %s", num_ranks, self._launcher.name, ", ".join(

@@ -1,0 +1,65 @@
+"""What a test may leave behind on this machine, and does not: processes, sockets, shared memory, temporary files."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What there is now of things that a test could leave behind."""
+
+    processes: frozenset[tuple[int, float]]
+    files: frozenset[str]
+    shared_memory: frozenset[str]
+    descriptors: int
+
+    @classmethod
+    def now(cls) -> Leftovers:
+        me = psutil.Process()
+        shared = Path("/dev/shm")
+        return cls(
+            processes=frozenset((p.pid, p.create_time()) for p in me.children(recursive=True)),
+            files=frozenset(str(p) for p in Path(tempfile.gettempdir()).iterdir()),
+            shared_memory=frozenset(p.name for p in shared.iterdir()) if shared.is_dir() else frozenset(),
+            descriptors=me.num_fds(),
+        )
+
+
+    def grown_by(self, *, seconds: float) -> dict[str, object]:
+        """What is there and was not in `self`, after it has had up to `seconds` to go away."""
+        deadline = time.monotonic() + seconds
+        while True:
+            gc.collect()
+            now = Leftovers.now()
+            grown: dict[str, object] = {
+                name: new for name in ("processes", "files", "shared_memory")
+                if (new := getattr(now, name) - getattr(self, name))
+            }
+            if now.descriptors > self.descriptors:
+                grown["descriptors"] = now.descriptors - self.descriptors
+            if not grown or time.monotonic() > deadline:
+                return grown
+            time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """True while the process runs or sleeps; a zombie is dead."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_dead(pids: list[int], seconds: float) -> list[int]:
+    """Those of `pids` that are still alive after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
