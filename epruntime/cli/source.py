@@ -63,8 +63,9 @@ async def open_server(address: str, timeout_s: float | None) -> AsyncIterator[So
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[Source]:
     from epruntime.engine.async_llm import AsyncLLM
+    from epruntime.serve.progress import ProgressLog
 
-    engine = await AsyncLLM.create(config)
+    engine = await AsyncLLM.create(config, progress=ProgressLog())
     try:
         yield EngineSource(engine)
     finally:

@@ -25,6 +25,7 @@ from epruntime.serve.gate import Gate
 from epruntime.serve.grpc import address
 from epruntime.serve.grpc.health import Health
 from epruntime.serve.grpc.servicer import InferenceServicer, add_to_server
+from epruntime.serve.progress import ProgressLog
 
 logger = logging.getLogger("epruntime.serve.grpc.server")
 
@@ -164,7 +165,7 @@ async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_eng
 
 async def _create(config: EngineConfig, create_engine: CreateEngine, signals: Signals) -> Engine | None:
     """The engine; None if a signal came first, after everything started for it has been cleaned up."""
-    task = asyncio.ensure_future(create_engine(config, progress=_Progress()))
+    task = asyncio.ensure_future(create_engine(config, progress=ProgressLog()))
     if not await _first_of(task, signals.first.wait()):
         return task.result()
     logger.warning("stopped while loading: cleaning up")
@@ -226,19 +227,3 @@ async def _first_of(task: asyncio.Future[Any], event: Any) -> bool:
     finally:
         waiter.cancel()
     return not task.done()
-
-
-class _Progress:
-    """Logs what the engine reports while it starts, at most once a second for each activity and at its end."""
-
-    _EVERY_S = 1.0
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if done < total and now - self._last.get(what, -self._EVERY_S) < self._EVERY_S:
-            return
-        self._last[what] = now
-        logger.info("%s: %d of %d", what, done, total)
