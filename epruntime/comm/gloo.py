@@ -78,7 +78,7 @@ class GlooTransport(Transport):
             return Support(ok=False, reason=f"moves CPU tensors, the rows are on {group.device!r}")
         if not dist.is_available() or not dist.is_gloo_available():
             return Support(ok=False, reason="this torch is built without gloo")
-        if group.world_size > 1 and not (group.store_host and group.store_port):
+        if not (group.store_host and group.store_port):
             return Support(ok=False, reason="needs the address of a TCPStore (store_host, store_port)")
         return Support(ok=True)
 

@@ -21,6 +21,8 @@ import torch.distributed
 
 from epruntime.comm.transport import GroupInfo
 
+distributed: Any = torch.distributed  # its type stubs lack the store classes
+
 
 class RanksFailed(AssertionError):
     """A rank raised, died or outlived the deadline; the message holds its traceback."""
@@ -55,7 +57,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RanksFailed: with the first traceback.
     """
-    distributed: Any = torch.distributed  # its type stubs lack the store classes
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
@@ -107,6 +108,14 @@ def _collect(processes: list[BaseProcess], channels: list[Connection], deadline:
     return [results[rank] for rank in range(len(processes))]
 
 
+def _meet(group: GroupInfo) -> None:
+    """Waits until all ranks are up, so that short timeouts in a test measure the test and not the imports."""
+    store = distributed.TCPStore(group.store_host, group.store_port, is_master=False, wait_for_workers=False)
+    store.add("epruntime/testing/up", 1)
+    while store.add("epruntime/testing/up", 0) < group.world_size:
+        time.sleep(0.01)
+
+
 def _rank_main(channel: Connection, group: GroupInfo, threads: int, work: bytes) -> None:
     # Everything is pickled here and not by multiprocessing, whose tensors live in memory shared with a process
     # that may be gone by the time they are read.
@@ -114,6 +123,7 @@ def _rank_main(channel: Connection, group: GroupInfo, threads: int, work: bytes)
     torch.set_num_threads(threads)
     try:
         function, args = pickle.loads(work)  # noqa: S301 - our own parent wrote it
+        _meet(group)
         answer = pickle.dumps((True, function(group, *args)))
     except BaseException:  # noqa: BLE001 - the parent raises it, whatever it is
         answer = pickle.dumps((False, traceback.format_exc()))
