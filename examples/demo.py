@@ -89,7 +89,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="send the questions as plain text, without chat template")
     parser.add_argument("--start-timeout-s", type=float, default=300.0)
     parser.add_argument("question", nargs="*", default=list(QUESTIONS))
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 async def ask(client: AsyncClient, index: int, answer: Answer, options: argparse.Namespace, out: Transcript) -> None:

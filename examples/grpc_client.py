@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--server", default="127.0.0.1:50051", metavar="HOST:PORT")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("prompt", nargs="*", default=PROMPTS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
         one_after_the_other(options.server, options.prompt, options.max_tokens)
         asyncio.run(all_at_once(options.server, options.prompt, options.max_tokens))

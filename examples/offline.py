@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--expert-parallel-size", type=int, default=2)
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
     parser.add_argument("--max-tokens", type=int, default=32)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
 
     with LLM(
         options.model,
