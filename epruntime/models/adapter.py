@@ -50,12 +50,16 @@ class AttentionLayer(Protocol):
                sinks_H: torch.Tensor | None) -> torch.Tensor: ...
 
 
+def version() -> tuple[int, int]:
+    """Major and minor version of the installed transformers."""
+    match = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def check_version() -> None:
     """Raises ConfigError if the installed transformers is outside the tested range."""
-    match = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
     low, high = VERSION_RANGE
-    if not low <= found < high:
+    if not low <= version() < high:
         raise ConfigError(
             f"transformers {transformers.__version__} is installed; epruntime is tested with "
             f">={low[0]}.{low[1]},<{high[0]}.{high[1]}: install a version of that range")

@@ -150,7 +150,7 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
         fits = (
             cached == ((1, latent), (1, rotary))
             and (call.key_dim, call.value_dim, call.num_kv_heads) == (nope + rotary, value, call.num_heads)
-            and isinstance(projection, torch.nn.Linear) and projection.bias is None
+            and isinstance(projection, torch.nn.Linear) and getattr(projection, "bias", None) is None
             and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent))
         if fits:
             return KVLayerInfo(num_heads=1, key_dim=latent + rotary, value_dim=latent, latent=True)

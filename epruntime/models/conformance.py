@@ -9,6 +9,11 @@ from __future__ import annotations
 #: Types of rotary embedding that the tests cover. They are transformers' own code and depend on positions alone.
 COVERED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
+#: Types that the oldest supported transformers lacks, or has with experts outside the experts interface -> the first
+#: version that the tests ran on.
+SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
+    ("aria_text", "beam", "flint", "kolibri1", "sarvam_mla", "sarvam_moe"), (5, 24))
+
 #: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents). Those
 #: of the layers: dense (layers without routed experts among them).
 COVERED: dict[str, frozenset[str]] = {

@@ -96,9 +96,7 @@ def _num_experts(module: Any) -> int:
 def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     kind = type(model).__name__
     experts = adapter.experts_modules(model)
-    if not experts:
-        raise UnsupportedModelError(f"{where}: {kind} has no routed experts: it is a dense model, and epruntime serves "
-                                    "Mixture-of-Experts models (`epruntime upcycle` makes one of a dense model)")
+    refusal.check_has_experts(model, config, experts)
     adapter.check_forward_arguments(model)
     refusal.check_rope(model)
     probe = run_probe(model)

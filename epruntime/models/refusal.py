@@ -9,7 +9,7 @@ import torch
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter
-from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
+from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, SINCE
 
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
 _INDEXER = "its attention selects keys with a sparse indexer, which is not supported"
@@ -59,6 +59,9 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
     model_type = config.model_type
     if model_type in REFUSED:
         raise UnsupportedModelError(f"{path}: {model_type} is not supported: {REFUSED[model_type]}")
+    since = SINCE.get(model_type)
+    if since is not None and adapter.version() < since:
+        raise UnsupportedModelError(f"{path}: {model_type} needs transformers {since[0]}.{since[1]} or newer")
     architecture = adapter.causal_lm_architecture(config)
     if architecture is None:
         raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
@@ -67,6 +70,18 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
         raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served "
                                     f"as {architecture} only")
     return architecture
+
+
+def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, torch.nn.Module]) -> None:
+    """Refuses dense models, and models with experts of their own kind."""
+    if experts:
+        return
+    name = type(model).__name__
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if any((getattr(config, count, None) or 0) > 1 for count in counts):
+        raise UnsupportedModelError(f"{name}: {_OWN_EXPERTS}, or its configuration puts experts in no layer")
+    raise UnsupportedModelError(f"{name} has no routed experts: it is a dense model, and Mixture-of-Experts models are "
+                                "served (`epruntime upcycle` makes one of a dense model)")
 
 
 def check_rope(model: torch.nn.Module) -> None:

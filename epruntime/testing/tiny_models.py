@@ -6,6 +6,7 @@ and correction biases are zero. Here weights are drawn wide and everything else 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from epruntime.models import adapter
+from epruntime.models.conformance import SINCE
 
 #: Values for every family; a configuration takes those that it has fields for.
 _BASE: dict[str, Any] = {
@@ -46,6 +50,11 @@ def _has(config: Any, name: str) -> bool:
         return hasattr(config, name)
     except Exception:  # noqa: BLE001  a property that needs other fields first: the name exists
         return True
+
+
+def available(model_types: Iterable[str]) -> list[str]:
+    """Of covered model types, those that the installed transformers has in the tested form, sorted."""
+    return sorted(t for t in model_types if adapter.version() >= SINCE.get(t, (0, 0)))
 
 
 def make_config(model_type: str, **overrides: Any) -> Any:
