@@ -26,7 +26,7 @@ MAX_CONCURRENCY = 512
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """Chunks of one running request. Leaving it early (close, `async with`, cancellation) ends the request.
+    """Chunks of one running request. Leaving it early (close, `async with`, garbage collection) ends the request.
 
     Attributes:
         request_id: to abort it by.
@@ -36,6 +36,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.request_id = request_id
         self._call, self._address = call, address
         self._closed = False
+        self._loop = asyncio.get_running_loop()
+
+    def __del__(self) -> None:
+        # a stream that was dropped half-read: gRPC's own call lives on in its tasks, and so would the request
+        if not self._loop.is_closed() and not self._call.done():
+            self._call.cancel()
 
     async def __anext__(self) -> Chunk:
         """Raises the error that ended the request."""

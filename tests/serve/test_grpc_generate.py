@@ -217,6 +217,10 @@ def test_async_cancellation_ends_the_request(slow):
             with pytest.raises(RequestAbortedError):
                 await stream.result()
             await asyncio.to_thread(wait_until, lambda: not slow.llm.live, "the request ended")
+            async for _ in client.stream("abc", max_tokens=100_000):
+                break
+            gc.collect()
+            await asyncio.to_thread(wait_until, lambda: not slow.llm.live, "the request ended")
 
     asyncio.run(main())
 

@@ -212,3 +212,32 @@ def test_ctrl_c_while_it_starts_leaves_nothing(start, moment):
     server.interrupt()
     assert server.end(children) == 130
     assert not server.logged("Traceback")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_offline_generate_on_the_command_line(tmp_path):
+    import json
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from epruntime.testing.reference import greedy_reference
+    from epruntime.testing.tiny_models import build, save
+
+    _, made = build("mixtral", seed=0)
+    reference = greedy_reference(made, [[5, 7], [11]], max_new_tokens=8)
+    save(made, tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "epruntime.cli", "generate", "--model", str(tmp_path), "--expert-parallel-size", "2",
+         "--temperature", "0", "--ignore-eos", "--max-tokens", "8", "--format", "json", "w5 w7", "w11"],
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["token_ids"] for r in results] == reference.tokens
+    assert [r["text"].split() for r in results] == [[f"w{i}" for i in tokens] for tokens in reference.tokens]
