@@ -152,9 +152,16 @@ class EngineCore:
         await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
         if any(f.done() and f.exception() is not None for f in futures):
             await asyncio.wait(futures, timeout=_BLAME_WINDOW_S)
-            errors = [f.exception() for f in futures if f.done() and f.exception() is not None]
-            raise next((e for e in errors if isinstance(e, RankLostError)), errors[0])  # type: ignore[misc]
+            raise self._blame([f.exception() for f in futures if f.done()])
         return [f.result() for f in futures]
+
+    def _blame(self, errors: Sequence[BaseException | None]) -> BaseException:
+        """The error that is a cause: a rank's confirmed end, else a rank's own error, else what peers said of each other."""
+        for rank in self._ranks:
+            if isinstance(rank.lost, RankLostError):
+                return rank.lost
+        found = [error for error in errors if error is not None]
+        return next((error for error in found if not isinstance(error, RankLostError)), found[0])
 
     def _apply(self, results: list[StepResult]) -> None:
         self.stats.steps += 1
