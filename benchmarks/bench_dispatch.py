@@ -74,9 +74,9 @@ def layers(group: GroupInfo, args: argparse.Namespace) -> dict[int, dict[str, fl
     """Tokens per rank -> figure -> microseconds."""
     dtype = getattr(torch, args.dtype)
     transport = make_transport("auto", group)
-    context, stats = StepContext(), MoEStats()
+    context = StepContext()
     runtime = MoERuntime(transport=transport, placement_for=lambda n: contiguous(n, group.world_size), backend="auto",
-                         strict=True, budget_rows=8192, context=context, stats=stats)
+                         strict=True, budget_rows=8192, context=context, stats=MoEStats())
     everything = random_experts(args.experts, args.hidden, args.intermediate, dtype=dtype)
     layer = runtime.make_layer(0, args.experts, take_experts(everything, runtime.local_experts(args.experts)))
     real = layer.backend
@@ -91,14 +91,8 @@ def layers(group: GroupInfo, args: argparse.Namespace) -> dict[int, dict[str, fl
         for name, backend, calls in (("exchange", NoExperts(False), 20), ("grouping", NoExperts(True), 20),
                                      ("experts", real, 2)):
             layer.backend = backend
-            before = stats.snapshot()["layers"]["0"]
             call = functools.partial(layer.forward, x, ids, factors)
             found[tokens][name] = least_us(call, calls, args.repeats, transport.barrier)
-            after = stats.snapshot()["layers"]["0"]
-            if name == "exchange":
-                steps = after["steps"] - before["steps"]
-                for wait in ("dispatch_s", "combine_s"):
-                    found[tokens][wait] = (after[wait] - before[wait]) / steps * 1e6
     transport.close()
     return found
 
@@ -114,6 +108,11 @@ def transport_calls(group: GroupInfo, args: argparse.Namespace) -> dict[str, flo
         found[f"all_to_all_rows {kib} KiB per peer"] = least_us(
             lambda rows=rows: transport.all_to_all_rows(rows, [4] * world, [4] * world).wait(),
             50 if kib < 1024 else 10, args.repeats, transport.barrier)
+    # What the transport does not use: gloo's collective for the same exchange.
+    rows, received = torch.zeros((2, 4 * world, 1024), dtype=torch.uint8)
+    found["gloo's own alltoall_base, 4 KiB per peer"] = least_us(
+        lambda: transport._group.alltoall_base(received, rows, [4] * world, [4] * world).wait(),  # type: ignore[attr-defined]
+        50, args.repeats, transport.barrier)
     transport.close()
     return found
 
@@ -146,16 +145,14 @@ def main() -> None:
     lines += [f"| {name} | " + " | ".join(f"{found[name]:.0f}" for found in calls) + " |" for name in calls[0]]
     if not args.transport_only:
         lines += ["", f"A layer: hidden {args.hidden}, {args.experts} experts, top-{args.top_k}, intermediate "
-                  f"{args.intermediate}, {args.dtype}; tokens per rank. Of the exchange, the waits for counts and rows "
-                  "(dispatch) and for results (combine) are shown apart, as means over all batches.", "",
-                  "| ranks | tokens | exchange | of it dispatch wait | combine wait | with grouping | with experts |",
-                  "|---|---|---|---|---|---|---|"]
+                  f"{args.intermediate}, {args.dtype}; tokens per rank.", "",
+                  "| ranks | tokens | exchange | with grouping | with experts |", "|---|---|---|---|---|"]
         for ranks in args.ranks:
             results = run_ranks(ranks, layers, args, timeout_s=300)
             for tokens in TOKENS:
                 row = slowest([result[tokens] for result in results])
-                lines.append(f"| {ranks} | {tokens} | {row['exchange']:.0f} | {row['dispatch_s']:.0f} | "
-                             f"{row['combine_s']:.0f} | {row['grouping']:.0f} | {row['experts']:.0f} |")
+                lines.append(f"| {ranks} | {tokens} | {row['exchange']:.0f} | {row['grouping']:.0f} | "
+                             f"{row['experts']:.0f} |")
     report = "\n".join(lines) + "\n"
     print(report)
     if args.out:

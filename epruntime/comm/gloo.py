@@ -1,9 +1,7 @@
 """Gloo transport: TCP between CPU ranks, on a process group of its own.
 
-The exchange is made of point-to-point messages instead of gloo's collectives: a collective is handed
-to gloo's worker threads, a send or receive starts in the calling thread (two ranks, one host, 4 KiB:
-98 us instead of 369 us, `benchmarks/bench_dispatch.py --transport-only`), and a broken receive tells
-which peer it was.
+The exchange is made of point-to-point messages instead of gloo's collectives: a broken receive tells which peer it
+was, and messages with nothing in them are not sent. It takes about as long (`benchmarks/results/dispatch.md`).
 """
 
 from __future__ import annotations
