@@ -34,6 +34,7 @@ from epruntime.launchers.caller_thread import CallerThread
 from epruntime.launchers.cores import thread_environment, threads_each, usable_cores
 from epruntime.launchers.import_path import import_path
 from epruntime.launchers.ray_seats import Node, PlacedSeat, no_room_text, seats_in_node_order, threads_that_fit
+from epruntime.launchers.signal_disposition import kept_disposition
 
 logger = logging.getLogger("epruntime.launchers.ray")
 
@@ -64,12 +65,13 @@ class RankActor:
         self._slot = slot
         # Before anything imports a library that makes a thread pool.
         os.environ.update(thread_environment(threads))
+        os.dup2(2, 1)  # one stream, so that its last words are in one file, in order
 
     def __repr__(self) -> str:
         return f"rank {self._slot}"  # Ray puts this in front of the actor's output
 
     def where(self) -> tuple[int, str]:
-        """This process's pid, and the file its standard error goes to."""
+        """This process's pid, and the file its output goes to."""
         return os.getpid(), str(Path("/proc/self/fd/2").readlink())
 
     def run(self, entry: str, bootstrap: bytes) -> None:
@@ -89,7 +91,7 @@ class RayProcess(RankProcess):
         run: the call that ends with the rank.
         pidfd: handle of the actor's process if it is on this machine, else -1. It tells for certain that the process
             is gone; Ray calls an actor dead when it has sent off the order to kill it.
-        log: its standard error, if this machine can read it.
+        log: the file with its output, if this machine can read it.
     """
 
     def __init__(self, thread: CallerThread, actor: Any, run: Future[Any], *, pidfd: int, log: Path | None) -> None:
@@ -257,7 +259,8 @@ class RayLauncher(Launcher):
 
         def connect() -> None:
             try:
-                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=_wants_output())
+                with _own_sigterm():
+                    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=_wants_output())
             except (Exception, SystemExit) as error:  # Ray's core ends the process by SystemExit
                 raise LaunchError(
                     f"no Ray cluster could be joined at ray_address={address!r}: {error}. {_AUTH_HINT}") from error
@@ -275,7 +278,7 @@ class RayLauncher(Launcher):
             # Mode 0700: Ray opens its own directory to everybody.
             self._home = tempfile.TemporaryDirectory(prefix="epruntime-", ignore_cleanup_errors=True)
             try:
-                with _private_ray_environment():
+                with _private_ray_environment(), _own_sigterm():
                     ray.init(
                         address="local",
                         num_cpus=max(cores, num_ranks * threads),  # its own accounting; cores are shared if need be
@@ -360,6 +363,15 @@ def _probe(address: str) -> None:
         raise LaunchError(
             f"no Ray cluster listens at ray_address={address!r}: {error}. `ray status` on its head node shows whether "
             "it is up; the port is the one of `ray start --head --port`, 6379 by default") from error
+
+
+def _own_sigterm() -> contextlib.AbstractContextManager[None]:
+    """Around ray.init: SIGTERM stays this process's own.
+
+    Ray's core would take it for a crash: print a stack, hand it on, and abort the process three seconds later, in the
+    middle of a drain.
+    """
+    return kept_disposition(signal.SIGTERM)
 
 
 @contextlib.contextmanager
