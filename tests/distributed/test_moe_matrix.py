@@ -24,9 +24,9 @@ from epruntime.testing.experts import dense_moe, random_experts, take_experts
 from epruntime.testing.ranks import run_ranks
 
 #: Largest difference from fp64, relative to the largest output: a few ulps of fp32 over dot products of 24 and 40.
-FP32_BOUND = 2e-6
+FP32_BOUND = 1e-6
 #: bf16 rounds x W, the activation and the output: 2^-8 each.
-BF16_BOUND = 2e-2
+BF16_BOUND = 1e-2
 HIDDEN, INNER = 24, 40
 
 
