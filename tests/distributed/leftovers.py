@@ -32,8 +32,11 @@ class Leftovers:
         )
 
 
-    def grown_by(self, *, seconds: float) -> dict[str, object]:
-        """What is there and was not in `self`, after it has had up to `seconds` to go away."""
+    def grown_by(self, *, seconds: float, descriptors: bool = True) -> dict[str, object]:
+        """What is there and was not in `self`, after it has had up to `seconds` to go away.
+
+        `descriptors`: count this process's open files too.
+        """
         deadline = time.monotonic() + seconds
         while True:
             gc.collect()
@@ -42,7 +45,7 @@ class Leftovers:
                 name: new for name in ("processes", "files", "shared_memory")
                 if (new := getattr(now, name) - getattr(self, name))
             }
-            if now.descriptors > self.descriptors:
+            if descriptors and now.descriptors > self.descriptors:
                 grown["descriptors"] = now.descriptors - self.descriptors
             if not grown or time.monotonic() > deadline:
                 return grown

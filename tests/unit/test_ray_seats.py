@@ -1,0 +1,65 @@
+"""Placement arithmetic, on paper."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from epruntime.launchers.ray_seats import Node, no_room_text, seats_in_node_order, threads_that_fit
+
+
+@pytest.mark.parametrize(
+    ("free", "num_ranks", "threads"),
+    [
+        ([2], 2, 1),
+        ([8], 2, 4),
+        ([8], 3, 2),  # 3 x 3 = 9 > 8
+        ([8, 4], 3, 4),  # two on the first, one on the second
+        ([8, 4], 2, 4),  # 5 would fit once only
+        ([16, 1], 2, 8),
+        ([1, 1], 4, 1),  # does not fit at all: placement will say so
+        ([], 1, 1),
+        ([2.5], 1, 2),
+    ],
+)
+def test_threads_that_fit(free, num_ranks, threads):
+    assert threads_that_fit(free, num_ranks) == threads
+
+
+def node(name: str, address: str) -> Node:
+    return Node(node_id=name, host=f"host-{name}", address=address, total={"CPU": 4.0})
+
+
+def test_ranks_of_one_node_are_neighbours_and_the_coordinators_come_first():
+    nodes = [node("a", "10.0.0.10"), node("b", "10.0.0.9"), node("c", "10.0.0.2")]
+    bundles = {0: "a", 1: "b", 2: "c", 3: "a", 4: "b"}
+    items = list(bundles.items())
+    for _ in range(5):
+        random.shuffle(items)
+        placed = seats_in_node_order(dict(items), nodes, first_node="a", threads=3)
+        assert [(p.seat.slot, p.bundle, p.seat.host, p.seat.local_rank) for p in placed] == [
+            (0, 0, "host-a", 0), (1, 3, "host-a", 1),  # the coordinator's
+            (2, 2, "host-c", 0),  # .2
+            (3, 1, "host-b", 0), (4, 4, "host-b", 1),  # .9, and .10 would have been last
+        ]
+        assert {p.seat.threads for p in placed} == {3}
+
+
+def test_no_room_says_what_was_asked_and_what_there_is():
+    nodes = [
+        Node(node_id="a", host="big", address="10.0.0.1", total={"CPU": 8.0}, free={"CPU": 1.0}),
+        Node(node_id="b", host="full", address="10.0.0.2", total={"CPU": 8.0}, free={}),
+        Node(node_id="c", host="new", address="10.0.0.3", total={}, free=None),
+    ]
+    text = no_room_text(4, {"CPU": 2.0}, nodes, 30)
+    for part in (
+        "4 ranks of 2 CPU each within 30 s",
+        "big (10.0.0.1): CPU 1 free of 8",
+        "full (10.0.0.2): CPU 0 free of 8",
+        "new (10.0.0.3): CPU ? free of 0",
+        "expert_parallel_size",
+        "start_timeout_s",
+    ):
+        assert part in text
+    assert "no alive node" in no_room_text(1, {"GPU": 1.0}, [], 1)
