@@ -27,6 +27,8 @@ constexpr int kTileRows = kLanes / kTileKeys;
 // Values are added in tiles of kValueRows rows x kValueVecs vectors, sized for the registers there are.
 constexpr int kValueRows = 4;
 constexpr int kValueVecs = kLanes == 16 ? 4 : 2;
+// Keys are fetched, and copied where need be, by so many at a time; it divides kPartition.
+constexpr int64_t kStretch = 32;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 struct RowState {
@@ -39,11 +41,11 @@ struct RowState {
 // Parts of the scratch memory; sizes in floats.
 struct Scratch {
     int64_t key_width, value_width;  // head sizes rounded up to whole vectors
-    float *q, *out, *part, *scores, *keys, *values, *zeros;
+    float *q, *out, *part, *scores, *copies, *zeros;
 
     static int64_t floats(const AttentionArgs& args) {
         const int64_t key = round_up(args.keys.size, kLanes), value = round_up(args.values.size, kLanes);
-        return kUnitRows * (key + 2 * value + kPartition) + kPartition * (key + value) + key;
+        return kUnitRows * (key + 2 * value + kPartition) + kStretch * most(key, value) + key;
     }
 
     Scratch(const AttentionArgs& args, float* base)
@@ -52,28 +54,47 @@ struct Scratch {
         out = q + kUnitRows * key_width;
         part = out + kUnitRows * value_width;
         scores = part + kUnitRows * value_width;
-        keys = scores + kUnitRows * kPartition;
-        values = keys + kPartition * key_width;
-        zeros = values + kPartition * value_width;
+        copies = scores + kUnitRows * kPartition;
+        zeros = copies + kStretch * most(key_width, value_width);
         for (int64_t i = 0; i < key_width; ++i) zeros[i] = 0.0f;
     }
 };
 
-// Where the partition's keys (or values) lie as fp32 rows of whole vectors: in the cache itself, or copied there.
+// Addresses of the rows begin .. end of a sequence.
 template <typename T>
-void locate(const AttentionArgs& args, const AttentionUnit& unit, const PagedView& view, int64_t base, int64_t begin,
-            int64_t end, float* copy, int64_t width, const float** pointers) {
+void address(const AttentionArgs& args, const AttentionUnit& unit, const PagedView& view, int64_t begin, int64_t end,
+             const T** rows) {
     const int32_t* table = args.block_tables + unit.seq * args.table_stride;
-    const bool in_place = sizeof(T) == sizeof(float) && view.size == width;
+    const T* head = static_cast<const T*>(view.data) + unit.kv_head * view.head_stride;
+    int64_t block = begin / args.block_size, slot = begin % args.block_size;
     for (int64_t key = begin; key < end; ++key) {
-        const T* row = static_cast<const T*>(view.data) + table[key / args.block_size] * view.block_stride +
-                       key % args.block_size * view.slot_stride + unit.kv_head * view.head_stride;
+        *rows++ = head + table[block] * view.block_stride + slot * view.slot_stride;
+        if (++slot == args.block_size) {
+            slot = 0;
+            ++block;
+        }
+    }
+}
+
+// Asks for rows to be read a little later: pages lie anywhere, and a head's rows are short pieces of them, which no
+// hardware prefetcher follows.
+template <typename T>
+void prefetch(const T* const* rows, int64_t begin, int64_t end, int64_t size) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t j = begin; j < end; ++j)
+        for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(rows[j] + i);
+}
+
+// Where rows lie as fp32 rows of whole vectors: in the cache itself, or copied.
+template <typename T>
+void locate(const T* const* rows, int64_t count, int64_t size, float* copies, int64_t width, const float** pointers) {
+    const bool in_place = sizeof(T) == sizeof(float) && size == width;
+    for (int64_t i = 0; i < count; ++i) {
         if (in_place) {
-            pointers[key - base] = reinterpret_cast<const float*>(row);
+            pointers[i] = reinterpret_cast<const float*>(rows[i]);
         } else {
-            float* target = copy + (key - base) * width;
-            widen_row(row, view.size, target, width);
-            pointers[key - base] = target;
+            widen_row(rows[i], size, copies + i * width, width);
+            pointers[i] = copies + i * width;
         }
     }
 }
@@ -119,7 +140,7 @@ inline void softmax_part(float* scores, int64_t begin, int64_t end, float softca
     *sum = sum_lanes(sums);
 }
 
-// part[r] += p[r][j] * values[j] for keys begin .. end in ascending order.
+// part[r] += p[r][j] * values[j] for keys begin .. end of a stretch in ascending order.
 template <int kRows, int kVecs>
 inline void add_values(const float* p, const float* const* values, int64_t begin, int64_t end, int64_t column,
                        float* part, int64_t width) {
@@ -140,39 +161,32 @@ inline void add_values(const float* p, const float* const* values, int64_t begin
 
 struct Range {
     int64_t begin, end;
+
+    Range within(int64_t first, int64_t last) const { return {most(begin, first), least(end, last)}; }
+    bool empty() const { return begin >= end; }
 };
 
 // One column strip of all rows: rows in groups over the keys that all of the group see, each row's own ends apart.
 template <int kVecs>
 void add_values_strip(const float* p, const float* const* values, const Range* ranges, int64_t num_rows, int64_t column,
                       float* part, int64_t width) {
+    const auto add_one = [&](int64_t r, int64_t begin, int64_t end) {
+        if (begin < end) add_values<1, kVecs>(p + r * kPartition, values, begin, end, column, part + r * width, width);
+    };
     int64_t r = 0;
     for (; r + kValueRows <= num_rows; r += kValueRows) {
         Range common = ranges[r];
-        for (int i = 1; i < kValueRows; ++i) {
-            common.begin = most(common.begin, ranges[r + i].begin);
-            common.end = least(common.end, ranges[r + i].end);
-        }
-        if (common.begin >= common.end) {
-            for (int i = 0; i < kValueRows; ++i)
-                add_values<1, kVecs>(p + (r + i) * kPartition, values, ranges[r + i].begin, ranges[r + i].end, column,
-                                     part + (r + i) * width, width);
+        for (int i = 1; i < kValueRows; ++i) common = common.within(ranges[r + i].begin, ranges[r + i].end);
+        if (common.empty()) {
+            for (int i = 0; i < kValueRows; ++i) add_one(r + i, ranges[r + i].begin, ranges[r + i].end);
             continue;
         }
-        for (int i = 0; i < kValueRows; ++i)
-            if (ranges[r + i].begin < common.begin)
-                add_values<1, kVecs>(p + (r + i) * kPartition, values, ranges[r + i].begin, common.begin, column,
-                                     part + (r + i) * width, width);
+        for (int i = 0; i < kValueRows; ++i) add_one(r + i, ranges[r + i].begin, common.begin);
         add_values<kValueRows, kVecs>(p + r * kPartition, values, common.begin, common.end, column, part + r * width,
                                       width);
-        for (int i = 0; i < kValueRows; ++i)
-            if (common.end < ranges[r + i].end)
-                add_values<1, kVecs>(p + (r + i) * kPartition, values, common.end, ranges[r + i].end, column,
-                                     part + (r + i) * width, width);
+        for (int i = 0; i < kValueRows; ++i) add_one(r + i, common.end, ranges[r + i].end);
     }
-    for (; r < num_rows; ++r)
-        add_values<1, kVecs>(p + r * kPartition, values, ranges[r].begin, ranges[r].end, column, part + r * width,
-                             width);
+    for (; r < num_rows; ++r) add_one(r, ranges[r].begin, ranges[r].end);
 }
 
 // (peak, sum, out) of a row, merged with those of the next partition.
@@ -186,100 +200,142 @@ inline void merge(RowState* row, float* out, float peak, float sum, const float*
         store(out + c, fma(load(out + c), old_scale, mul(load(part + c), new_scale)));
 }
 
+// The rows of one unit, on their way through the partitions.
 template <typename T>
-void attention_rows(const AttentionArgs& args, const AttentionUnit& unit, float* scratch_floats) {
-    const Scratch scratch(args, scratch_floats);
-    const int64_t group = args.num_heads / args.num_kv_heads;
-    const int64_t start = args.query_starts[unit.seq], queries = args.query_starts[unit.seq + 1] - start;
-    const int64_t first_position = args.seq_lens[unit.seq] - queries;
-    const int64_t padded_rows = round_up(unit.num_rows, kTileRows);
-
-    // A latent cache: the values are the first part of each key, and need not be located twice.
-    const bool values_in_keys = args.values.data == args.keys.data && args.values.size <= args.keys.size &&
-                                args.values.block_stride == args.keys.block_stride &&
-                                args.values.slot_stride == args.keys.slot_stride &&
-                                args.values.head_stride == args.keys.head_stride;
-
-    RowState rows[kUnitRows];
-    int64_t begin = INT64_MAX, end = 0;
-    for (int64_t r = 0; r < padded_rows; ++r) {
-        float* q = scratch.q + r * scratch.key_width;
-        if (r >= unit.num_rows) {
-            for (int64_t d = 0; d < scratch.key_width; ++d) q[d] = 0.0f;
-            continue;
+class UnitRows {
+  public:
+    UnitRows(const AttentionArgs& args, const AttentionUnit& unit, float* scratch_floats)
+        : args_(args),
+          unit_(unit),
+          scratch_(args, scratch_floats),
+          group_(args.num_heads / args.num_kv_heads),
+          start_(args.query_starts[unit.seq]),
+          padded_rows_(round_up(unit.num_rows, kTileRows)) {
+        const int64_t queries = args.query_starts[unit.seq + 1] - start_;
+        const int64_t first_position = args.seq_lens[unit.seq] - queries;
+        for (int64_t r = 0; r < unit.num_rows; ++r) {
+            const int64_t position = first_position + query(r);
+            int64_t first = 0;
+            if (args.window) first = most(first, position - args.window + 1);
+            if (args.chunk) first = most(first, position / args.chunk * args.chunk);
+            rows_[r] = {first, position + 1, kMinusInfinity, 0.0f};
+            begin_ = least(begin_, first);
+            end_ = most(end_, position + 1);
+            const T* q =
+                static_cast<const T*>(args.q) + (start_ + query(r)) * args.q_row_stride + head(r) * args.q_head_stride;
+            widen_row(q, args.keys.size, scratch_.q + r * scratch_.key_width, scratch_.key_width);
         }
-        const int64_t query = (unit.first_row + r) / group, head = unit.kv_head * group + (unit.first_row + r) % group;
-        const int64_t position = first_position + query;
-        int64_t first = 0;
-        if (args.window) first = most(first, position - args.window + 1);
-        if (args.chunk) first = most(first, position / args.chunk * args.chunk);
-        rows[r] = {first, position + 1, kMinusInfinity, 0.0f};
-        begin = least(begin, first);
-        end = most(end, position + 1);
-        widen_row(static_cast<const T*>(args.q) + (start + query) * args.q_row_stride + head * args.q_head_stride,
-                  args.keys.size, q, scratch.key_width);
-        for (int64_t c = 0; c < scratch.value_width; ++c) scratch.out[r * scratch.value_width + c] = 0.0f;
+        for (int64_t i = unit.num_rows * scratch_.key_width; i < padded_rows_ * scratch_.key_width; ++i)
+            scratch_.q[i] = 0.0f;
+        for (int64_t i = 0; i < unit.num_rows * scratch_.value_width; ++i) scratch_.out[i] = 0.0f;
     }
 
-    for (int64_t base = begin / kPartition * kPartition; base < end; base += kPartition) {
-        const int64_t low = most(begin, base), high = least(end, base + kPartition);
-        const float *keys[kPartition], *values[kPartition];
-        for (int64_t j = 0; j < kPartition; ++j) keys[j] = scratch.zeros;
-        locate<T>(args, unit, args.keys, base, low, high, scratch.keys, scratch.key_width, keys);
-        if (values_in_keys)
-            for (int64_t j = low - base; j < high - base; ++j) values[j] = keys[j];
-        else
-            locate<T>(args, unit, args.values, base, low, high, scratch.values, scratch.value_width, values);
-
-        Range ranges[kUnitRows];
-        for (int64_t r = 0; r < unit.num_rows; ++r) {
-            ranges[r] = {most(rows[r].begin, base) - base, least(rows[r].end, base + kPartition) - base};
-            if (ranges[r].begin >= ranges[r].end) ranges[r] = {0, 0};
+    void run() {
+        for (int64_t base = begin_ / kPartition * kPartition; base < end_; base += kPartition) {
+            live_ = Range{begin_ - base, end_ - base}.within(0, kPartition);
+            for (int64_t r = 0; r < unit_.num_rows; ++r)
+                ranges_[r] = Range{rows_[r].begin - base, rows_[r].end - base}.within(0, kPartition);
+            const T* value_rows[kPartition];
+            address(args_, unit_, args_.values, base + live_.begin, base + live_.end, value_rows + live_.begin);
+            score(base, value_rows);
+            float peaks[kUnitRows], sums[kUnitRows];
+            for (int64_t r = 0; r < unit_.num_rows; ++r)
+                if (!ranges_[r].empty())
+                    softmax_part(scratch_.scores + r * kPartition, ranges_[r].begin, ranges_[r].end, args_.softcap,
+                                 &peaks[r], &sums[r]);
+            add(value_rows);
+            for (int64_t r = 0; r < unit_.num_rows; ++r)
+                if (!ranges_[r].empty())
+                    merge(&rows_[r], scratch_.out + r * scratch_.value_width, peaks[r], sums[r],
+                          scratch_.part + r * scratch_.value_width, scratch_.value_width);
         }
-        for (int64_t j = (low - base) / kTileKeys * kTileKeys; j < high - base; j += kTileKeys)
-            for (int64_t r = 0; r < padded_rows; r += kTileRows) {
-                bool seen = false;
-                for (int64_t i = r; i < least(r + kTileRows, unit.num_rows); ++i)
-                    seen |= ranges[i].begin < j + kTileKeys && j < ranges[i].end;
-                if (seen)
-                    score_tile(scratch.q + r * scratch.key_width, scratch.key_width, keys + j, args.scale,
-                               scratch.scores + r * kPartition + j);
+        write();
+    }
+
+  private:
+    int64_t query(int64_t r) const { return (unit_.first_row + r) / group_; }
+    int64_t head(int64_t r) const { return unit_.kv_head * group_ + (unit_.first_row + r) % group_; }
+
+    // Scores of the partition's live keys. Fetches the next keys and these keys' values meanwhile.
+    void score(int64_t base, const T* const* value_rows) {
+        const int64_t ahead = least(live_.end + kStretch, end_ - base);
+        const T* key_rows[kPartition + kStretch];
+        address(args_, unit_, args_.keys, base + live_.begin, base + ahead, key_rows + live_.begin);
+        for (int64_t first = live_.begin / kStretch * kStretch; first < live_.end; first += kStretch) {
+            const Range here = live_.within(first, first + kStretch);
+            const float* keys[kStretch];
+            for (int64_t j = 0; j < kStretch; ++j) keys[j] = scratch_.zeros;
+            locate(key_rows + here.begin, here.end - here.begin, args_.keys.size, scratch_.copies, scratch_.key_width,
+                   keys + here.begin - first);
+            for (int64_t j = first; j < here.end; j += kTileKeys) {
+                const Range tile = here.within(j, j + kTileKeys);
+                prefetch(key_rows, tile.begin + kStretch, least(tile.end + kStretch, ahead), args_.keys.size);
+                prefetch(value_rows, tile.begin, tile.end, args_.values.size);
+                for (int64_t r = 0; r < padded_rows_; r += kTileRows)
+                    if (any_sees(r, j))
+                        score_tile(scratch_.q + r * scratch_.key_width, scratch_.key_width, keys + j - first,
+                                   args_.scale, scratch_.scores + r * kPartition + j);
             }
-
-        float peaks[kUnitRows], sums[kUnitRows];
-        for (int64_t r = 0; r < unit.num_rows; ++r) {
-            float* part = scratch.part + r * scratch.value_width;
-            for (int64_t c = 0; c < scratch.value_width; ++c) part[c] = 0.0f;
-            if (ranges[r].end)
-                softmax_part(scratch.scores + r * kPartition, ranges[r].begin, ranges[r].end, args.softcap, &peaks[r],
-                             &sums[r]);
         }
-        int64_t column = 0;
-        for (; column + kValueVecs * kLanes <= scratch.value_width; column += kValueVecs * kLanes)
-            add_values_strip<kValueVecs>(scratch.scores, values, ranges, unit.num_rows, column, scratch.part,
-                                         scratch.value_width);
-        for (; column < scratch.value_width; column += kLanes)
-            add_values_strip<1>(scratch.scores, values, ranges, unit.num_rows, column, scratch.part,
-                                scratch.value_width);
-        for (int64_t r = 0; r < unit.num_rows; ++r)
-            if (ranges[r].end)
-                merge(&rows[r], scratch.out + r * scratch.value_width, peaks[r], sums[r],
-                      scratch.part + r * scratch.value_width, scratch.value_width);
     }
 
-    for (int64_t r = 0; r < unit.num_rows; ++r) {
-        const int64_t query = (unit.first_row + r) / group, head = unit.kv_head * group + (unit.first_row + r) % group;
-        float* out = scratch.out + r * scratch.value_width;
-        float scale_out = 1.0f;
-        if (args.sinks) {  // one more key, with no value
-            const float sink = args.sinks[head], peak = sink > rows[r].peak ? sink : rows[r].peak;
-            scale_out = exp_nonpositive(rows[r].peak - peak);
-            rows[r].sum = rows[r].sum * scale_out + exp_nonpositive(sink - peak);
-        }
-        T* target = static_cast<T*>(args.out) + ((start + query) * args.num_heads + head) * args.values.size;
-        for (int64_t c = 0; c < args.values.size; ++c) narrow(out[c] * scale_out / rows[r].sum, &target[c]);
+    // Does a row of the tile at r see a key of the tile at j?
+    bool any_sees(int64_t r, int64_t j) const {
+        bool seen = false;
+        for (int64_t i = r; i < least(r + kTileRows, unit_.num_rows); ++i)
+            seen |= !ranges_[i].within(j, j + kTileKeys).empty();
+        return seen;
     }
-}
+
+    // The partition's values, weighted, into scratch.part.
+    void add(const T* const* value_rows) {
+        const int64_t width = scratch_.value_width;
+        for (int64_t i = 0; i < unit_.num_rows * width; ++i) scratch_.part[i] = 0.0f;
+        for (int64_t first = live_.begin / kStretch * kStretch; first < live_.end; first += kStretch) {
+            const Range here = live_.within(first, first + kStretch);
+            const float* values[kStretch];
+            locate(value_rows + here.begin, here.end - here.begin, args_.values.size, scratch_.copies, width,
+                   values + here.begin - first);
+            Range stretch[kUnitRows];
+            for (int64_t r = 0; r < unit_.num_rows; ++r) {
+                const Range range = ranges_[r].within(first, first + kStretch);
+                stretch[r] = {range.begin - first, range.end - first};
+            }
+            const float* p = scratch_.scores + first;
+            int64_t column = 0;
+            for (; column + kValueVecs * kLanes <= width; column += kValueVecs * kLanes)
+                add_values_strip<kValueVecs>(p, values, stretch, unit_.num_rows, column, scratch_.part, width);
+            for (; column < width; column += kLanes)
+                add_values_strip<1>(p, values, stretch, unit_.num_rows, column, scratch_.part, width);
+        }
+    }
+
+    void write() {
+        for (int64_t r = 0; r < unit_.num_rows; ++r) {
+            const float* out = scratch_.out + r * scratch_.value_width;
+            float scale = 1.0f;
+            if (args_.sinks) {  // one more key, with no value
+                const float sink = args_.sinks[head(r)], peak = sink > rows_[r].peak ? sink : rows_[r].peak;
+                scale = exp_nonpositive(rows_[r].peak - peak);
+                rows_[r].sum = rows_[r].sum * scale + exp_nonpositive(sink - peak);
+            }
+            const int64_t row = (start_ + query(r)) * args_.num_heads + head(r);
+            T* target = static_cast<T*>(args_.out) + row * args_.values.size;
+            for (int64_t c = 0; c < args_.values.size; ++c) narrow(out[c] * scale / rows_[r].sum, &target[c]);
+        }
+    }
+
+    const AttentionArgs& args_;
+    const AttentionUnit& unit_;
+    const Scratch scratch_;
+    const int64_t group_;
+    const int64_t start_;  // the sequence's first query row
+    const int64_t padded_rows_;
+    RowState rows_[kUnitRows];
+    int64_t begin_ = INT64_MAX, end_ = 0;  // keys that any row sees
+    Range live_;                           // those of the current partition, and each row's, counted from its base
+    Range ranges_[kUnitRows];
+};
 
 size_t attention_scratch_floats(const AttentionArgs& args) {
     return static_cast<size_t>(Scratch::floats(args));
@@ -287,9 +343,9 @@ size_t attention_scratch_floats(const AttentionArgs& args) {
 
 void attention_unit(const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
     if (args.dtype == epruntime::DType::kFloat32)
-        attention_rows<float>(args, unit, scratch);
+        UnitRows<float>(args, unit, scratch).run();
     else
-        attention_rows<uint16_t>(args, unit, scratch);
+        UnitRows<uint16_t>(args, unit, scratch).run();
 }
 
 }  // namespace

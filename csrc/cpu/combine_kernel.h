@@ -8,7 +8,7 @@ namespace {
 
 template <typename T>
 void combine_tokens(const epruntime::CombineArgs& args, int64_t first_token, int64_t last_token) {
-    constexpr int64_t kColumns = 512;  // the sums stay in the first-level cache
+    constexpr int64_t kColumns = 4096;  // the sums stay in the first-level cache
     const T* rows = static_cast<const T*>(args.rows);
     for (int64_t t = first_token; t < last_token; ++t) {
         const int32_t* index = args.index + t * args.choices;
