@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,22 +55,28 @@ class Transcript:
 
     def say(self, index: int, text: str) -> None:
         """Adds text to a stream; prints the lines that are complete."""
-        text = self._pending.pop(index, "") + text
-        *lines, rest = text.split("\n")
+        # A model may say anything: control characters stay away from the terminal.
+        text = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
+        *lines, rest = (self._pending.pop(index, "") + text).split("\n")
         for line in lines:
-            for piece in textwrap.wrap(line, self.width - 4) or [""]:
-                self._print(index, piece)
-        while len(rest) > self.width - 4:
-            head = textwrap.wrap(rest, self.width - 4)[0]
-            self._print(index, head)
-            rest = rest[rest.index(head) + len(head):].lstrip()
-        self._pending[index] = rest
+            self._print(index, self._full_lines(index, line))
+        self._pending[index] = self._full_lines(index, rest)
 
     def end(self, index: int, remark: str) -> None:
         rest = self._pending.pop(index, "")
         if rest:
             self._print(index, rest)
         self._print(index, remark)
+
+    def _full_lines(self, index: int, text: str) -> str:
+        """Prints what fills a line, broken between words, and returns the rest."""
+        room = self.width - 4
+        while len(text) > room:
+            end = text.rfind(" ", 1, room + 1)
+            end = room if end < 0 else end
+            self._print(index, text[:end])
+            text = text[end:].lstrip(" ")
+        return text
 
     def _print(self, index: int, line: str) -> None:
         mark = f"[{index + 1}]"
@@ -134,10 +139,14 @@ def report(answers: list[Answer], info: ServerInfo, seconds: float, from_start_s
     print(f"\n{info.model} on {info.expert_parallel_size} ranks: {len(answers)} answers at once")
     print(f"  output            {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s")
     if first:
-        print(f"  first token       {first[0]:.2f} s at best, {first[-1]:.2f} s at worst after the question; "
-              f"{from_start_s:.1f} s after the start of the server")
-    for name, counts in (("expert", total([load.tokens_per_expert for load in info.expert_load])),
-                         ("rank", total([load.tokens_per_rank for load in info.expert_load]))):
+        print(
+            f"  first token       {first[0]:.2f} s at best, {first[-1]:.2f} s at worst after the question; "
+            f"{from_start_s:.1f} s after the start of the server"
+        )
+    for name, counts in (
+        ("expert", total([load.tokens_per_expert for load in info.expert_load])),
+        ("rank", total([load.tokens_per_rank for load in info.expert_load])),
+    ):
         print(f"\n  tokens per {name}, all {len(info.expert_load)} MoE layers")
         for number, count in enumerate(counts):
             share = count / max(sum(counts), 1)
@@ -162,10 +171,25 @@ async def run(model: str, options: argparse.Namespace) -> int:
     """Serves, asks, stops. A signal ends the asking; the stopping always runs to its end."""
     started = time.monotonic()
     server = ServerProcess(
-        [model, "--expert-parallel-size", str(options.ranks), "--launcher", options.launcher, "--port", "0",
-         "--max-model-len", "2048", "--drain-timeout-s", "1"],
+        [
+            model,
+            "--expert-parallel-size",
+            str(options.ranks),
+            "--launcher",
+            options.launcher,
+            "--port",
+            "0",
+            "--max-num-seqs",
+            "8",
+            "--kv-cache-memory-gb",
+            "0.25",
+            "--drain-timeout-s",
+            "1",
+        ],
         echo=lambda line: print(f"  server | {line}", flush=True),
-        environment={"HF_HUB_OFFLINE": "1"})
+        # Ray forks while gRPC's threads run, and execs at once: gRPC need not prepare for it, nor say that it does not.
+        environment={"GRPC_ENABLE_FORK_SUPPORT": "0"},
+    )
 
     async def work() -> None:
         print(f"starting {options.ranks} ranks ({options.launcher}) and the server", flush=True)

@@ -1,7 +1,7 @@
 """The gRPC client SDK, sync and asyncio. It needs the base install only (no torch).
 
-    epruntime serve MODEL --expert-parallel-size 2 &
-    python examples/grpc_client.py [--server 127.0.0.1:50051] [PROMPT ...]
+epruntime serve MODEL --expert-parallel-size 2 &
+python examples/grpc_client.py [--server 127.0.0.1:50051] [PROMPT ...]
 """
 
 from __future__ import annotations

@@ -38,9 +38,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EXPERT_NAMES = {"gate_proj.weight": "w1.weight", "up_proj.weight": "w3.weight", "down_proj.weight": "w2.weight"}
 
 #: Files that come along as they are: they say how text becomes tokens, and when an answer ends.
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-              "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-              "generation_config.json", "LICENSE")
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,10 +158,20 @@ def upcycle(
     parameters = sum(math.prod(o.shape) for o in outputs)
     per_expert = sum(math.prod(o.shape) for o in outputs if o.expert == 0)
     return UpcycleReport(
-        out=target, source=source.kind, num_experts=num_experts, top_k=top_k, noise=noise, seed=seed, dtype=dtype_name,
-        dense_parameters=sum(math.prod(s) for s in expected_shapes(config).values()), parameters=parameters,
-        active_parameters=parameters - (num_experts - top_k) * per_expert, num_shards=writer.num_shards,
-        bytes_written=writer.total_bytes, seconds=time.monotonic() - started)
+        out=target,
+        source=source.kind,
+        num_experts=num_experts,
+        top_k=top_k,
+        noise=noise,
+        seed=seed,
+        dtype=dtype_name,
+        dense_parameters=sum(math.prod(s) for s in expected_shapes(config).values()),
+        parameters=parameters,
+        active_parameters=parameters - (num_experts - top_k) * per_expert,
+        num_shards=writer.num_shards,
+        bytes_written=writer.total_bytes,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _plan(config: Any, num_experts: int) -> list[_Output]:
@@ -166,13 +186,22 @@ def _plan(config: Any, num_experts: int) -> list[_Output]:
         if rest == "gate_proj.weight":
             outputs.append(_Output(name=f"{block}.gate.weight", shape=(num_experts, config.hidden_size), source=None))
         copy = EXPERT_NAMES[rest]
-        outputs += [_Output(name=f"{block}.experts.{expert}.{copy}", shape=shape, source=name, expert=expert)
-                    for expert in range(num_experts)]
+        outputs += [
+            _Output(name=f"{block}.experts.{expert}.{copy}", shape=shape, source=name, expert=expert)
+            for expert in range(num_experts)
+        ]
     return outputs
 
 
-def _data(outputs: list[_Output], source: DenseSource, dtype: torch.dtype, noise: float, seed: int, total_bytes: int,
-          progress: Progress | None) -> Iterator[Iterator[torch.Tensor]]:
+def _data(
+    outputs: list[_Output],
+    source: DenseSource,
+    dtype: torch.dtype,
+    noise: float,
+    seed: int,
+    total_bytes: int,
+    progress: Progress | None,
+) -> Iterator[Iterator[torch.Tensor]]:
     """Per output tensor, its elements as flat pieces of `dtype`."""
     std_of: tuple[str, float] = ("", 0.0)  # of the dense tensor that is being copied
     done = 0
@@ -219,8 +248,11 @@ def _standard_deviation(source: DenseSource, name: str) -> float:
 
 
 def _check_arguments(num_experts: int, top_k: int, noise: float, seed: int, dtype: str | None) -> None:
-    for name, value, low, high in (("num_experts", num_experts, 1, 2**15), ("top_k", top_k, 1, num_experts),
-                                   ("seed", seed, 0, 2**63 - 1)):
+    for name, value, low, high in (
+        ("num_experts", num_experts, 1, 2**15),
+        ("top_k", top_k, 1, num_experts),
+        ("seed", seed, 0, 2**63 - 1),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise ConfigError(f"{name}={value!r}: must be an integer in {low}..{high}")
     if not isinstance(noise, (int, float)) or not 0.0 <= noise < math.inf:
@@ -241,8 +273,10 @@ def _find(dense: Path) -> tuple[Path, Path | None]:
     if dense.is_file() and dense.suffix == ".gguf":
         return dense.parent, dense
     if not dense.is_dir():
-        raise CheckpointError(f"{dense} is neither a directory nor a .gguf file on this machine (models are not "
-                              "fetched here; download it first)")
+        raise CheckpointError(
+            f"{dense} is neither a directory nor a .gguf file on this machine (models are not "
+            "fetched here; download it first)"
+        )
     ggufs = sorted(dense.glob("*.gguf"))
     if any(dense.glob("*.safetensors")) or not ggufs:
         return dense, None
@@ -258,10 +292,13 @@ def _check_tied(source: DenseSource, where: str) -> None:
     if head is None:
         return
     if head != infos["model.embed_tokens.weight"] or not all(
-            torch.equal(a, b) for a, b in zip(source.chunks("lm_head.weight"),
-                                              source.chunks("model.embed_tokens.weight"), strict=True)):
-        raise CheckpointError(f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; "
-                              "set it to false in config.json if the two are meant to differ")
+        torch.equal(a, b)
+        for a, b in zip(source.chunks("lm_head.weight"), source.chunks("model.embed_tokens.weight"), strict=True)
+    ):
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; "
+            "set it to false in config.json if the two are meant to differ"
+        )
 
 
 def _dtype_name(dtype: str | None, config: Any, source: DenseSource) -> str:
@@ -278,8 +315,10 @@ def _dtype_name(dtype: str | None, config: Any, source: DenseSource) -> str:
 def _check_space(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise ConfigError(f"{directory.parent}: {num_bytes / 2**30:.2f} GiB to write, {free / 2**30:.2f} GiB free; "
-                          "choose a larger disk, fewer experts or bfloat16")
+        raise ConfigError(
+            f"{directory.parent}: {num_bytes / 2**30:.2f} GiB to write, {free / 2**30:.2f} GiB free; "
+            "choose a larger disk, fewer experts or bfloat16"
+        )
 
 
 def _copy_companions(directory: Path, out: Path) -> None:

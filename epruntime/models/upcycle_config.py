@@ -26,9 +26,17 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 #: Names that older checkpoints carry and transformers recomputes.
 RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
-LAYER_TENSORS = ("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
-                 "self_attn.v_proj.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight",
-                 "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+LAYER_TENSORS = (
+    "input_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
 
 _REASONS = (
     (re.compile(r"\.(q|k)_norm\."), "normalises queries and keys (qk-norm), which Mixtral does not"),
@@ -62,7 +70,8 @@ def read_dense_config(directory: Path) -> Any:
     model_type = raw.get("model_type")
     if model_type not in LLAMA_LIKE:
         raise UnsupportedModelError(
-            f"{directory}: model_type {model_type!r} is not Llama-like; {', '.join(LLAMA_LIKE)} can be upcycled")
+            f"{directory}: model_type {model_type!r} is not Llama-like; {', '.join(LLAMA_LIKE)} can be upcycled"
+        )
     from transformers import AutoConfig
 
     try:
@@ -81,7 +90,8 @@ def check_dense_config(config: Any, where: str) -> None:
     """
     if config.model_type not in LLAMA_LIKE:
         raise UnsupportedModelError(
-            f"{where}: model_type {config.model_type!r} is not Llama-like; {', '.join(LLAMA_LIKE)} can be upcycled")
+            f"{where}: model_type {config.model_type!r} is not Llama-like; {', '.join(LLAMA_LIKE)} can be upcycled"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if getattr(config, key, False):
             raise UnsupportedModelError(f"{where}: {key}=true, and Mixtral has no biases")
@@ -90,11 +100,13 @@ def check_dense_config(config: Any, where: str) -> None:
     rope = dict(config.rope_parameters or {})
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{where}: rope_type={kind!r}; only {', '.join(ROPE_TYPES)} depend on the "
-                                    "position alone")
+        raise UnsupportedModelError(
+            f"{where}: rope_type={kind!r}; only {', '.join(ROPE_TYPES)} depend on the position alone"
+        )
     if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; Mixtral "
-                                    "rotates the whole head")
+        raise UnsupportedModelError(
+            f"{where}: partial_rotary_factor={rope['partial_rotary_factor']}; Mixtral rotates the whole head"
+        )
 
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -103,9 +115,23 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     head = head_dim(config)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    of_layer = dict(zip(LAYER_TENSORS, (
-        (hidden,), (queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (hidden,),
-        (inner, hidden), (inner, hidden), (hidden, inner)), strict=True))
+    of_layer = dict(
+        zip(
+            LAYER_TENSORS,
+            (
+                (hidden,),
+                (queries, hidden),
+                (keys, hidden),
+                (keys, hidden),
+                (hidden, queries),
+                (hidden,),
+                (inner, hidden),
+                (inner, hidden),
+                (hidden, inner),
+            ),
+            strict=True,
+        )
+    )
     for layer in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     shapes["model.norm.weight"] = (hidden,)

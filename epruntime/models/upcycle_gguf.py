@@ -20,7 +20,8 @@ from epruntime.models.upcycle_source import StateDictSource
 #: The tensors of a Llama-like GGUF. Anything else would be dropped silently by the loader.
 _KNOWN_TENSORS = re.compile(
     r"^(token_embd|output|output_norm|blk\.\d+\.(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|"
-    r"ffn_down))\.weight$")
+    r"ffn_down))\.weight$"
+)
 
 
 def load_gguf(path: Path) -> tuple[Any, StateDictSource, Any]:
@@ -70,11 +71,15 @@ def _inspect(path: Path) -> list[int]:
     except ImportError as error:
         raise UnsupportedModelError(
             f"{path}: reading GGUF needs the packages gguf and accelerate ({error}); install epruntime[gguf], or "
-            "pip install gguf accelerate") from error
+            "pip install gguf accelerate"
+        ) from error
     try:
         reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()
-                  if not name.startswith("tokenizer.ggml.") or name.endswith("_token_id")}
+        fields = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if not name.startswith("tokenizer.ggml.") or name.endswith("_token_id")
+        }
         names = [tensor.name for tensor in reader.tensors]
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
@@ -82,13 +87,15 @@ def _inspect(path: Path) -> list[int]:
     if architecture != "llama":
         raise UnsupportedModelError(f"{path}: architecture {architecture!r} is not Llama-like; only 'llama' is read")
     if fields.get("llama.expert_count"):
-        raise UnsupportedModelError(f"{path}: has {fields['llama.expert_count']} experts: it is a mixture of experts "
-                                    "already")
+        raise UnsupportedModelError(
+            f"{path}: has {fields['llama.expert_count']} experts: it is a mixture of experts already"
+        )
     scaling = fields.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in names:
         raise UnsupportedModelError(
             f"{path}: scales its rotary embedding ({scaling if scaling != 'none' else 'rope_freqs.weight'}), which the "
-            "GGUF loader of transformers does not read; use the model's safetensors checkpoint")
+            "GGUF loader of transformers does not read; use the model's safetensors checkpoint"
+        )
     for name in names:
         if not _KNOWN_TENSORS.match(name):
             raise UnsupportedModelError(f"{path}: tensor {name} is not part of a Llama-like model")

@@ -152,7 +152,8 @@ def _safetensors_files(directory: Path) -> list[Path]:
     if pickles:
         raise UnsupportedModelError(
             f"{directory} holds pickle weights only ({', '.join(pickles[:3])}), which are never read: "
-            "convert them to safetensors first")
+            "convert them to safetensors first"
+        )
     raise CheckpointError(f"{directory} holds neither *.safetensors nor *.gguf")
 
 
@@ -172,8 +173,11 @@ def read_header(path: Path) -> dict[str, _Place]:
         text = file.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
-        entries = {name: (e["dtype"], tuple(int(n) for n in e["shape"]), *(int(o) for o in e["data_offsets"]))
-                   for name, e in header.items() if name != "__metadata__"}
+        entries = {
+            name: (e["dtype"], tuple(int(n) for n in e["shape"]), *(int(o) for o in e["data_offsets"]))
+            for name, e in header.items()
+            if name != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged safetensors header: {error!r}") from error
     places: dict[str, _Place] = {}
@@ -181,13 +185,15 @@ def read_header(path: Path) -> dict[str, _Place]:
         if dtype not in SAFETENSORS_DTYPES:
             raise UnsupportedModelError(
                 f"{path}: tensor {name} has dtype {dtype}; only F32, F16 and BF16 checkpoints can be upcycled "
-                "(dequantise it first)")
+                "(dequantise it first)"
+            )
         info = TensorInfo(shape=shape, dtype=SAFETENSORS_DTYPES[dtype])
         begin, end = offsets if len(offsets) == 2 else (-1, -1)
         if not 0 <= begin <= end <= size - 8 - length or end - begin != info.num_elements * info.dtype.itemsize:
             raise CheckpointError(
                 f"{path}: tensor {name} of shape {shape} and dtype {dtype} claims bytes {begin}..{end} of "
-                f"{size - 8 - length}: the file is damaged or incomplete")
+                f"{size - 8 - length}: the file is damaged or incomplete"
+            )
         places[name] = _Place(path=path, offset=8 + length + begin, info=info)
     return places
 

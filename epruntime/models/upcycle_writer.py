@@ -25,8 +25,9 @@ class ShardWriter:
         max_shard_bytes: a shard ends before the tensor that would pass this size; a tensor is never split.
     """
 
-    def __init__(self, directory: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype,
-                 max_shard_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, max_shard_bytes: int
+    ) -> None:
         self._directory, self._dtype = directory, dtype
         self.total_bytes = 0
         shards: list[list[tuple[str, tuple[int, ...], int]]] = [[]]
@@ -54,8 +55,11 @@ class ShardWriter:
         tensors = iter(data)
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(self._shards, start=1):
-            name = ("model.safetensors" if self.num_shards == 1
-                    else f"model-{number:05d}-of-{self.num_shards:05d}.safetensors")
+            name = (
+                "model.safetensors"
+                if self.num_shards == 1
+                else f"model-{number:05d}-of-{self.num_shards:05d}.safetensors"
+            )
             with (self._directory / name).open("wb") as file:
                 file.write(self._header(shard))
                 for tensor, shape, num_bytes in shard:
@@ -75,8 +79,11 @@ class ShardWriter:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, shape, num_bytes in shard:
-            entries[name] = {"dtype": DTYPE_NAMES[self._dtype], "shape": list(shape),
-                             "data_offsets": [offset, offset + num_bytes]}
+            entries[name] = {
+                "dtype": DTYPE_NAMES[self._dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, offset + num_bytes],
+            }
             offset += num_bytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data starts aligned

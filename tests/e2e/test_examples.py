@@ -36,7 +36,7 @@ def expected(model: Path) -> list[str]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.inference_mode():
             out = reference.generate(ids, max_new_tokens=MAX_TOKENS, do_sample=False)
-        text = tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
+        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         texts.append(text.rstrip("\N{REPLACEMENT CHARACTER}"))  # half a character at the end is never given out
     return texts
 
@@ -48,7 +48,11 @@ def environment() -> dict[str, str]:
 def run_example(name: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments, "--max-tokens", str(MAX_TOKENS), *PROMPTS],
-        capture_output=True, text=True, env=environment(), timeout=DEADLINE_S)
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -82,8 +86,13 @@ def test_grpc_client(model: Path, expected: list[str]) -> None:
 
 
 def test_grpc_client_without_a_server_says_so() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / "grpc_client.py"), "--server", "127.0.0.1:1"],
-                          capture_output=True, text=True, env=environment(), timeout=DEADLINE_S)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "grpc_client.py"), "--server", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 1
     assert "no epruntime server answers at 127.0.0.1:1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -47,14 +47,23 @@ def test_greedy_tokens_equal_the_dense_model(wheel: Path, tmp_path: Path) -> Non
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     assert tokenizer.eos_token == "<|im_end|>"
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True,
-                                             return_tensors="pt", return_dict=True)["input_ids"] for q in QUESTIONS]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        for q in QUESTIONS
+    ]
     assert tokenizer.decode(prompts[0][0]).endswith(
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
     dense = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    expected = [dense.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True,
-                               return_dict_in_generate=True) for ids in prompts]
+    expected = [
+        dense.generate(
+            ids, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        for ids in prompts
+    ]
     margins = [min(float(a - b) for a, b in (step[0].topk(2).values for step in out.logits)) for out in expected]
     tokens = [out.sequences for out in expected]
     del dense, expected
@@ -85,9 +94,18 @@ def fake_upcycle(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[
 
 def test_built_once_per_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built = fake_upcycle(monkeypatch)
-    paths = [sample_model(recipe, cache=tmp_path) for recipe in (
-        SampleRecipe(), SampleRecipe(), SampleRecipe(noise=0.0), SampleRecipe(seed=9), SampleRecipe(dtype="float32"),
-        SampleRecipe(num_experts=4), SampleRecipe(top_k=1))]
+    paths = [
+        sample_model(recipe, cache=tmp_path)
+        for recipe in (
+            SampleRecipe(),
+            SampleRecipe(),
+            SampleRecipe(noise=0.0),
+            SampleRecipe(seed=9),
+            SampleRecipe(dtype="float32"),
+            SampleRecipe(num_experts=4),
+            SampleRecipe(top_k=1),
+        )
+    ]
     assert paths[0] == paths[1]
     assert len(set(paths)) == len(built) == 6
 
@@ -143,8 +161,13 @@ def test_an_unwritable_cache_names_the_variable(tmp_path: Path) -> None:
 
 def test_a_failure_is_one_line_for_the_command(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = subprocess.run([sys.executable, "-m", "epruntime.testing.sample_model"], capture_output=True, text=True,
-                          env=os.environ | {"EPRUNTIME_CACHE_DIR": str(tmp_path / "file")}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "epruntime.testing.sample_model"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"EPRUNTIME_CACHE_DIR": str(tmp_path / "file")},
+        timeout=60,
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("error: the cache directory")
     assert "Traceback" not in done.stderr

@@ -10,8 +10,10 @@ import transformers
 from epruntime.testing import tiny_models
 
 TEXT = ["The capital of France is Paris. Once upon a time there was a robot.", "Two plus two is four, said the cat."]
-TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 
 
@@ -20,8 +22,11 @@ def save(directory: Path, *, seed: int = 0) -> Path:
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator(TEXT * 4, vocab_size=320, special_tokens=SPECIAL, show_progress=False)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(bpe.to_str()), pad_token="<pad>", bos_token="<s>",
-        eos_token="</s>")
+        tokenizer_object=tokenizers.Tokenizer.from_str(bpe.to_str()),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
     tokenizer.chat_template = TEMPLATE
     _, model = tiny_models.build("mixtral", seed=seed, vocab_size=len(tokenizer))
     tiny_models.save(model, directory)

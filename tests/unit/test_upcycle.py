@@ -24,9 +24,21 @@ MIN_MARGIN = 1e-3
 
 def dense_config(model_type: str = "llama", **overrides: Any) -> Any:
     settings: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.3,
-        "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "float32"}
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
     kind = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig}[model_type]
     return kind(**settings | overrides)
 
@@ -54,10 +66,16 @@ def load_moe(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 def greedy(model: Any, prompt: list[int], new_tokens: int = 24) -> tuple[list[int], float]:
     """(new tokens, least gap between the two best logits on the way)."""
     with torch.inference_mode():
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
-                             output_logits=True, return_dict_in_generate=True)
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     best = [step[0].topk(2).values for step in out.logits]
-    return out.sequences[0, len(prompt):].tolist(), min(float(a - b) for a, b in best)
+    return out.sequences[0, len(prompt) :].tolist(), min(float(a - b) for a, b in best)
 
 
 def assert_same_greedy_tokens(dense_model: Any, moe_model: Any) -> None:
@@ -70,19 +88,43 @@ def assert_same_greedy_tokens(dense_model: Any, moe_model: Any) -> None:
     assert checked >= len(PROMPTS) - 1, "the seed leaves too few prompts with a clear winner at every step"
 
 
-@pytest.mark.parametrize(("model_type", "overrides"), [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 123456.0}, "rms_norm_eps": 1e-2}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
-                                   "original_max_position_embeddings": 32}}),
-    ("mistral", {"sliding_window": 6}),
-    ("mistral", {"sliding_window": None}),
-], ids=lambda value: value if isinstance(value, str) else ",".join(value) or "plain")
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 123456.0}, "rms_norm_eps": 1e-2}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+        ),
+        ("mistral", {"sliding_window": 6}),
+        ("mistral", {"sliding_window": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value) or "plain",
+)
 def test_without_noise_greedy_tokens_equal_the_dense_model(tmp_path: Path, model_type: str, overrides: Any) -> None:
     dense_model = save_dense(tmp_path / "dense", dense_config(model_type, **overrides))
     report = upcycle(tmp_path / "dense", tmp_path / "moe", num_experts=5, top_k=3)
@@ -135,8 +177,12 @@ def test_noise_depends_on_seed_tensor_and_expert_only(tmp_path: Path, dense: Pat
         upcycle(dense, tmp_path / out, noise=0.1, **options)
         return load_file(tmp_path / out / "model.safetensors")
 
-    first, again, more, other = (made("a", num_experts=3), made("b", num_experts=3), made("c", num_experts=5),
-                                 made("d", num_experts=3, seed=7))
+    first, again, more, other = (
+        made("a", num_experts=3),
+        made("b", num_experts=3),
+        made("c", num_experts=5),
+        made("d", num_experts=3, seed=7),
+    )
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
         if "experts" in name:
@@ -220,11 +266,22 @@ print(report.bytes_written, status("VmHWM") - before)
 
 
 def test_safetensors_are_streamed(tmp_path: Path) -> None:
-    config = dense_config(vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
-                          num_attention_heads=16, dtype="bfloat16")
+    config = dense_config(
+        vocab_size=16384,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        dtype="bfloat16",
+    )
     save_dense(tmp_path / "dense", config, max_shard_size="40MB")
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path / "dense"), str(tmp_path / "moe")],
-                          check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "dense"), str(tmp_path / "moe")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     written, growth = map(int, done.stdout.split())
     dense_bytes = sum(file.stat().st_size for file in (tmp_path / "dense").glob("*.safetensors"))
     print(f"dense {dense_bytes / 2**20:.0f} MiB, written {written / 2**20:.0f} MiB, growth {growth / 2**20:.0f} MiB")
@@ -255,39 +312,71 @@ LAYER = "model.layers.0"
 REFUSED = {
     "bias in config": (lambda d: _with_config(d, attention_bias=True), UnsupportedModelError, "attention_bias"),
     "mlp bias": (lambda d: _with_config(d, mlp_bias=True), UnsupportedModelError, "mlp_bias"),
-    "bias tensor": (lambda d: _with_tensor(d, f"{LAYER}.self_attn.q_proj.bias", torch.zeros(32)),
-                    UnsupportedModelError, r"q_proj\.bias.*bias"),
-    "qk norm": (lambda d: _with_tensor(d, f"{LAYER}.self_attn.q_norm.weight", torch.ones(8)),
-                UnsupportedModelError, "qk-norm"),
-    "moe": (lambda d: _with_tensor(d, f"{LAYER}.mlp.experts.0.up_proj.weight", torch.ones(8)),
-            UnsupportedModelError, "mixture of experts already"),
-    "foreign tensor": (lambda d: _with_tensor(d, f"{LAYER}.mlp.extra.weight", torch.ones(8)),
-                       UnsupportedModelError, r"mlp\.extra\.weight is not part"),
+    "bias tensor": (
+        lambda d: _with_tensor(d, f"{LAYER}.self_attn.q_proj.bias", torch.zeros(32)),
+        UnsupportedModelError,
+        r"q_proj\.bias.*bias",
+    ),
+    "qk norm": (
+        lambda d: _with_tensor(d, f"{LAYER}.self_attn.q_norm.weight", torch.ones(8)),
+        UnsupportedModelError,
+        "qk-norm",
+    ),
+    "moe": (
+        lambda d: _with_tensor(d, f"{LAYER}.mlp.experts.0.up_proj.weight", torch.ones(8)),
+        UnsupportedModelError,
+        "mixture of experts already",
+    ),
+    "foreign tensor": (
+        lambda d: _with_tensor(d, f"{LAYER}.mlp.extra.weight", torch.ones(8)),
+        UnsupportedModelError,
+        r"mlp\.extra\.weight is not part",
+    ),
     "model type": (lambda d: _with_config(d, model_type="qwen3"), UnsupportedModelError, "'qwen3' is not Llama-like"),
     "moe model type": (lambda d: _with_config(d, model_type="mixtral"), UnsupportedModelError, "mixtral"),
     "own code": (lambda d: _with_config(d, auto_map={"AutoConfig": "x.Y"}), UnsupportedModelError, "auto_map"),
-    "quantised": (lambda d: _with_config(d, quantization_config={"quant_method": "gptq"}), UnsupportedModelError,
-                  "quantised .gptq"),
+    "quantised": (
+        lambda d: _with_config(d, quantization_config={"quant_method": "gptq"}),
+        UnsupportedModelError,
+        "quantised .gptq",
+    ),
     "activation": (lambda d: _with_config(d, hidden_act="gelu"), UnsupportedModelError, "hidden_act='gelu'"),
-    "dynamic rope": (lambda d: _with_config(d, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4,
-                                                                "factor": 2.0}),
-                     UnsupportedModelError, "rope_type='dynamic'"),
-    "fp8": (lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
-            UnsupportedModelError, "F8_E4M3"),
+    "dynamic rope": (
+        lambda d: _with_config(d, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        UnsupportedModelError,
+        "rope_type='dynamic'",
+    ),
+    "fp8": (
+        lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
+        UnsupportedModelError,
+        "F8_E4M3",
+    ),
     "pickle": (_pickle_only, UnsupportedModelError, "pickle"),
-    "missing tensor": (lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", None), CheckpointError,
-                       r"1 tensors are missing.*up_proj"),
-    "wrong shape": (lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", torch.ones(47, 32)), CheckpointError,
-                    r"\(47, 32\).*\(48, 32\)"),
+    "missing tensor": (
+        lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", None),
+        CheckpointError,
+        r"1 tensors are missing.*up_proj",
+    ),
+    "wrong shape": (
+        lambda d: _with_tensor(d, f"{LAYER}.mlp.up_proj.weight", torch.ones(47, 32)),
+        CheckpointError,
+        r"\(47, 32\).*\(48, 32\)",
+    ),
     "tied but different": (lambda d: _with_config(d, tie_word_embeddings=True), CheckpointError, "lm_head"),
     "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, "config.json does not exist"),
     "config no json": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "not valid JSON"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, "neither"),
-    "truncated": (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
-                  CheckpointError, "damaged or incomplete"),
+    "truncated": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+        CheckpointError,
+        "damaged or incomplete",
+    ),
     "no header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), CheckpointError, "not a safetensors"),
-    "index escapes": (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
-                      CheckpointError, "is not a file of"),
+    "index escapes": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
+        CheckpointError,
+        "is not a file of",
+    ),
 }
 
 
@@ -313,15 +402,18 @@ def test_tied_model_may_carry_an_equal_head(tmp_path: Path) -> None:
     assert_same_greedy_tokens(dense_model, load_moe(tmp_path / "moe"))
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"num_experts": 2, "top_k": 3}, r"top_k=3: must be an integer in 1\.\.2"),
-    ({"top_k": 0}, "top_k=0"),
-    ({"num_experts": 0}, "num_experts=0"),
-    ({"noise": -0.1}, "noise=-0.1"),
-    ({"noise": float("nan")}, "noise=nan"),
-    ({"seed": -1}, "seed=-1"),
-    ({"dtype": "int8"}, "dtype='int8'"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 2, "top_k": 3}, r"top_k=3: must be an integer in 1\.\.2"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"noise": -0.1}, "noise=-0.1"),
+        ({"noise": float("nan")}, "noise=nan"),
+        ({"seed": -1}, "seed=-1"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
 def test_arguments_are_checked(tmp_path: Path, dense: Path, options: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         upcycle(dense, tmp_path / "moe", **options)

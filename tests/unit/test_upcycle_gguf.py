@@ -34,16 +34,34 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, HEAD_DIM // 2, HIDDEN).transpose(1, 2).reshape(heads * HEAD_DIM, HIDDEN)
 
 
-def write_gguf(path: Path, *, extra_tensors: dict[str, np.ndarray] | None = None, arch: str = "llama",
-               scaling: str | None = None, experts: int = 0, eot: int | None = None) -> Any:
+def write_gguf(
+    path: Path,
+    *,
+    extra_tensors: dict[str, np.ndarray] | None = None,
+    arch: str = "llama",
+    scaling: str | None = None,
+    experts: int = 0,
+    eot: int | None = None,
+) -> Any:
     """Writes a tiny random model in fp32 and returns it as transformers holds it."""
     bpe = trained_tokenizer()
     vocab = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(vocab), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=128,
-        initializer_range=0.3, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(vocab),
+            hidden_size=HIDDEN,
+            intermediate_size=INNER,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        )
+    )
     model.eval()
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
@@ -73,9 +91,17 @@ def write_gguf(path: Path, *, extra_tensors: dict[str, np.ndarray] | None = None
         writer.add_eot_token_id(eot)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
     for name, tensor in model.state_dict().items():
         parts = name.split(".")
         if parts[1] == "layers":
@@ -84,8 +110,11 @@ def write_gguf(path: Path, *, extra_tensors: dict[str, np.ndarray] | None = None
                 tensor = interleave(tensor, HEADS if "q_proj" in kind else KV_HEADS)
             target = f"blk.{parts[2]}.{names[kind]}.weight"
         else:
-            target = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-                      "lm_head.weight": "output.weight"}[name]
+            target = {
+                "model.embed_tokens.weight": "token_embd.weight",
+                "model.norm.weight": "output_norm.weight",
+                "lm_head.weight": "output.weight",
+            }[name]
         writer.add_tensor(target, tensor.numpy())
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
@@ -106,8 +135,9 @@ def test_gguf_equals_the_model_it_was_made_from(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 17, 40, 41, 3, 99, 120]])
     with torch.inference_mode():
         torch.testing.assert_close(moe(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-4)
-        expected = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, output_logits=True,
-                                  return_dict_in_generate=True)
+        expected = model.generate(
+            ids, max_new_tokens=16, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+        )
         margin = min(float(best[0] - best[1]) for best in (step[0].topk(2).values for step in expected.logits))
         assert margin > 1e-3
         got = moe.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
@@ -128,13 +158,16 @@ def test_tokenizer_and_template_come_along(tmp_path: Path) -> None:
     assert tokenizer(rendered).input_ids[0] == 0, "special tokens in the template are single tokens"
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"arch": "qwen2"}, "'qwen2' is not Llama-like"),
-    ({"scaling": "yarn"}, "scales its rotary embedding .yarn"),
-    ({"extra_tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope_freqs"),
-    ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"attn_q\.bias is not part"),
-    ({"experts": 8}, "8 experts"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"arch": "qwen2"}, "'qwen2' is not Llama-like"),
+        ({"scaling": "yarn"}, "scales its rotary embedding .yarn"),
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope_freqs"),
+        ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"attn_q\.bias is not part"),
+        ({"experts": 8}, "8 experts"),
+    ],
+)
 def test_what_the_loader_would_drop_is_refused(tmp_path: Path, options: Any, words: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", **options)
     with pytest.raises(UnsupportedModelError, match=words):
