@@ -51,6 +51,7 @@ async def fastest(step: Step, steps: int, repeats: int) -> tuple[float, float]:
 async def measure_control(num_ranks: int, steps: int, repeats: int) -> dict[str, tuple[float, float]]:
     pool = await RankPool.start(num_ranks, launcher=LocalLauncher(entry_module="epruntime.testing.echo_rank"))
     try:
+
         async def calls() -> None:
             for call in [rank.call("echo", plan=PLAN, data=RESULT) for rank in pool.ranks]:
                 await call
@@ -132,6 +133,7 @@ async def measure_grpc(num_ranks: int, steps: int, repeats: int) -> tuple[float,
 def grpc_rank(port: int) -> None:
     outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+
         def outgoing() -> Iterator[bytes]:
             while True:
                 yield outbox.get()
@@ -151,14 +153,23 @@ async def report(arguments: argparse.Namespace) -> str:
         figures = [control["frames"], control["calls"], streams]
         rows.append(f"| {num_ranks} | " + " | ".join(f"{wall:.0f} ({cpu:.0f})" for wall, cpu in figures) + " |")
     wire = len(msgpack.packb({"type": "plan", "id": 1, "plan": PLAN, "data": RESULT}))
-    return "\n".join([
-        "# Control channel, lockstep", "",
-        f"Command: `python benchmarks/bench_control.py --repeats {arguments.repeats} --out "
-        "benchmarks/results/control.md`", "",
-        f"{system}, grpcio {grpc.__version__}, load average {load:.1f} at the start. Microseconds per step, and in "
-        f"brackets the coordinator's CPU microseconds, of the fastest of {arguments.repeats} batches; a plan of {wire} "
-        "bytes to each rank and an answer from each. The ranks share the cores with the coordinator.", "",
-        "| ranks | frames | calls | gRPC stream |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            "# Control channel, lockstep",
+            "",
+            f"Command: `python benchmarks/bench_control.py --repeats {arguments.repeats} --out "
+            "benchmarks/results/control.md`",
+            "",
+            f"{system}, grpcio {grpc.__version__}, load average {load:.1f} at the start. Microseconds per step, and in "
+            f"brackets the coordinator's CPU microseconds, of the fastest of {arguments.repeats} batches; a plan of {wire} "
+            "bytes to each rank and an answer from each. The ranks share the cores with the coordinator.",
+            "",
+            "| ranks | frames | calls | gRPC stream |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def main() -> None:

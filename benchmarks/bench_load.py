@@ -36,7 +36,7 @@ def make_checkpoint(path: Path, layers: int) -> None:
 
 
 def pss_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as rollup:
+    with Path("/proc/self/smaps_rollup").open() as rollup:
         for line in rollup:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
@@ -44,7 +44,7 @@ def pss_bytes() -> int:
 
 
 def io_counts() -> dict[str, int]:
-    with open("/proc/self/io") as counts:
+    with Path("/proc/self/io").open() as counts:
         return {name: int(value) for name, value in (line.split(":") for line in counts)}
 
 
@@ -98,7 +98,7 @@ def measure(path: Path, warm: Path, rank: int, size: int) -> dict[str, float]:
     return {
         "needed": report.needed_bytes, "checkpoint": report.checkpoint_bytes, "headers": report.header_bytes,
         "rchar": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
-        "pss_peak": pss.peak - pss.start, "pss_end": pss.end - pss.start, "seconds": seconds}
+        "pss_peak": max(pss.peak, pss.end) - pss.start, "pss_end": pss.end - pss.start, "seconds": seconds}
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def render(rows: list[tuple[int, int, dict[str, float]]], command: str) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}. One process per row, one thread, page cache of the files dropped "
         "first. Sizes in MiB.", "", f"    {command}", "",
-        "| EP | rank | checkpoint | needed | read (rchar) | read / needed | from disk | PSS peak | PSS after | seconds |",
+        "| EP | rank | checkpoint | needed | read (rchar) | ratio | from disk | PSS peak | PSS after | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size, rank, row in rows:
@@ -150,7 +150,7 @@ def render(rows: list[tuple[int, int, dict[str, float]]], command: str) -> str:
         lines.append(f"| {size} | {rank} | {mib['checkpoint']} | {mib['needed']} | {mib['rchar']} | "
                      f"{row['rchar'] / row['needed']:.3f} | {mib['disk']} | +{mib['pss_peak']} | +{mib['pss_end']} | "
                      f"{row['seconds']:.2f} |")
-    lines += ["", "PSS is the growth over a process that has already loaded a one-layer model: the weights themselves, and "
+    lines += ["", "PSS is the growth over a process that has already loaded a one-layer model: the weights, and "
               "nothing beside them. \"From disk\" counts whole pages and the kernel's readahead.", ""]
     return "\n".join(lines)
 

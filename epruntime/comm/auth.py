@@ -32,7 +32,13 @@ def new_nonce() -> bytes:
 
 
 def proof(
-    secret: bytes, side: str, *, rank_nonce: bytes, coordinator_nonce: bytes, slot: int, incarnation: int,
+    secret: bytes,
+    side: str,
+    *,
+    rank_nonce: bytes,
+    coordinator_nonce: bytes,
+    slot: int,
+    incarnation: int,
     claims: bytes = b"",
 ) -> bytes:
     """HMAC-SHA256, 32 bytes, of one side's proof.

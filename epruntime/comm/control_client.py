@@ -61,7 +61,8 @@ class ControlClient:
         except (OSError, ConnectionClosedError, ProtocolError) as error:
             sock.close()
             raise HandshakeError(
-                f"rank {bootstrap.slot} could not join the coordinator at {bootstrap.address}: {error}") from error
+                f"rank {bootstrap.slot} could not join the coordinator at {bootstrap.address}: {error}"
+            ) from error
         except BaseException:
             sock.close()
             raise
@@ -116,12 +117,20 @@ class ControlClient:
         letter = self._bootstrap
         nonce = auth.new_nonce()
         identity: dict[str, Any] = {
-            "host": letter.host, "local_rank": letter.local_rank, "pool": letter.pool, "pid": os.getpid(),
+            "host": letter.host,
+            "local_rank": letter.local_rank,
+            "pool": letter.pool,
+            "pid": os.getpid(),
             "signature": signature,
         }
         claims: bytes = msgpack.packb(identity)
-        knock: Message = {"type": "knock", "protocol": auth.PROTOCOL_VERSION, "slot": letter.slot,
-                          "incarnation": letter.incarnation, "nonce": nonce}
+        knock: Message = {
+            "type": "knock",
+            "protocol": auth.PROTOCOL_VERSION,
+            "slot": letter.slot,
+            "incarnation": letter.incarnation,
+            "nonce": nonce,
+        }
         self._write(encode(knock, limit=MAX_HANDSHAKE_BYTES))
         challenge = self._answer("challenge")
         theirs = challenge.get("nonce")
@@ -129,8 +138,15 @@ class ControlClient:
             raise HandshakeError(f"the coordinator at {letter.address} sent no nonce of {auth.NONCE_BYTES} bytes")
 
         def prove(side: str, claimed: bytes = b"") -> bytes:
-            return auth.proof(letter.secret, side, rank_nonce=nonce, coordinator_nonce=theirs, slot=letter.slot,
-                              incarnation=letter.incarnation, claims=claimed)
+            return auth.proof(
+                letter.secret,
+                side,
+                rank_nonce=nonce,
+                coordinator_nonce=theirs,
+                slot=letter.slot,
+                incarnation=letter.incarnation,
+                claims=claimed,
+            )
 
         if not auth.matches(prove("coordinator"), challenge.get("proof")):
             raise HandshakeError(f"whoever listens at {letter.address} does not know this pool's secret")
@@ -179,8 +195,7 @@ class ControlClient:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise ConnectionClosedError(
-                    f"control connection to {self._bootstrap.address}: {error}") from error
+                raise ConnectionClosedError(f"control connection to {self._bootstrap.address}: {error}") from error
 
     def _refuse(self, message: Message, generation: int) -> None:
         text = f"message {message['type']!r} is of generation {generation}, this rank is at {self.generation}"

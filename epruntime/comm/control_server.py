@@ -104,7 +104,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         timeout_s = self._server.handshake_timeout_s
         self._timer = asyncio.get_running_loop().call_later(
-            timeout_s, self._refuse, f"no handshake within {timeout_s:g} s")
+            timeout_s, self._refuse, f"no handshake within {timeout_s:g} s"
+        )
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer()
@@ -133,8 +134,9 @@ class Connection(asyncio.BufferedProtocol):
         elif self._knock is None:
             logger.info("%s left before the handshake: %s", self, self._end)
         elif not self._refused:
-            logger.warning("%s left after the challenge to slot %d: it may hold another pool's secret", self,
-                           self._knock.slot)
+            logger.warning(
+                "%s left after the challenge to slot %d: it may hold another pool's secret", self, self._knock.slot
+            )
 
     def _take(self, message: Message) -> None:
         if self.info is not None:
@@ -143,8 +145,13 @@ class Connection(asyncio.BufferedProtocol):
                 raise ProtocolError(f"message {message['type']!r} names no generation")
             if generation < self.generation:
                 self.num_stale += 1
-                logger.info("%s: dropped message %r of generation %d, now at %d", self, message["type"],
-                               generation, self.generation)
+                logger.info(
+                    "%s: dropped message %r of generation %d, now at %d",
+                    self,
+                    message["type"],
+                    generation,
+                    self.generation,
+                )
                 return
             self.on_message(message)
         elif self._knock is None:
@@ -158,15 +165,17 @@ class Connection(asyncio.BufferedProtocol):
         if message.get("protocol") != auth.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"control protocol {message.get('protocol')!r:.40}, this coordinator speaks {auth.PROTOCOL_VERSION}: "
-                "install the same epruntime on every host")
+                "install the same epruntime on every host"
+            )
         slot, incarnation, nonce = (message.get(key) for key in ("slot", "incarnation", "nonce"))
         if not isinstance(slot, int) or not isinstance(incarnation, int) or slot < 0 or incarnation < 0:
             raise HandshakeError("slot and incarnation must be integers from 0 up")
         if not isinstance(nonce, bytes) or len(nonce) != auth.NONCE_BYTES:
             raise HandshakeError(f"nonce must be {auth.NONCE_BYTES} bytes")
         knock = _Knock(slot=slot, incarnation=incarnation, rank_nonce=nonce, coordinator_nonce=auth.new_nonce())
-        self._write(encode({"type": "challenge", "nonce": knock.coordinator_nonce,
-                            "proof": self._proof(knock, "coordinator")}))
+        self._write(
+            encode({"type": "challenge", "nonce": knock.coordinator_nonce, "proof": self._proof(knock, "coordinator")})
+        )
         return knock
 
     def _join(self, knock: _Knock, message: Message) -> None:
@@ -177,8 +186,9 @@ class Connection(asyncio.BufferedProtocol):
             raise HandshakeError(f"the peer that claims slot {knock.slot} does not know this pool's secret")
         try:
             identity: dict[str, Any] = msgpack.unpackb(claims)
-            info = RankInfo(slot=knock.slot, incarnation=knock.incarnation, attn_group=knock.slot,
-                            ep_rank=knock.slot, **identity)
+            info = RankInfo(
+                slot=knock.slot, incarnation=knock.incarnation, attn_group=knock.slot, ep_rank=knock.slot, **identity
+            )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise HandshakeError(f"identity of slot {knock.slot} is unreadable: {error}") from error
         self._server._check(info)
@@ -190,9 +200,15 @@ class Connection(asyncio.BufferedProtocol):
         self._server._joined(self, info)
 
     def _proof(self, knock: _Knock, side: str, claims: bytes = b"") -> bytes:
-        return auth.proof(self._server._secret, side, rank_nonce=knock.rank_nonce,
-                          coordinator_nonce=knock.coordinator_nonce, slot=knock.slot,
-                          incarnation=knock.incarnation, claims=claims)
+        return auth.proof(
+            self._server._secret,
+            side,
+            rank_nonce=knock.rank_nonce,
+            coordinator_nonce=knock.coordinator_nonce,
+            slot=knock.slot,
+            incarnation=knock.incarnation,
+            claims=claims,
+        )
 
     def _refuse(self, reason: str) -> None:
         logger.warning("refused %s: %s", self, reason)
@@ -300,7 +316,8 @@ class ControlServer:
         if info.incarnation != expected:
             age = "old" if info.incarnation < expected else "unknown"
             return HandshakeError(
-                f"{age} incarnation {info.incarnation} of slot {info.slot}: this pool expects {expected}")
+                f"{age} incarnation {info.incarnation} of slot {info.slot}: this pool expects {expected}"
+            )
         if (info.slot, info.incarnation) in self._seen:
             return HandshakeError(f"slot {info.slot}, incarnation {info.incarnation} has joined already")
         first = self._reference
@@ -308,10 +325,13 @@ class ControlServer:
             keys = sorted(first.signature.keys() | info.signature.keys())
             unequal = "; ".join(
                 f"{key}: {first.signature.get(key)!r} against {info.signature.get(key)!r}"
-                for key in keys if first.signature.get(key) != info.signature.get(key))
+                for key in keys
+                if first.signature.get(key) != info.signature.get(key)
+            )
             return HandshakeError(
                 f"kernel signatures differ between rank {first.slot} on host {first.host} and rank {info.slot} on "
-                f"host {info.host} ({unequal}): install the same build of epruntime and torch on every host")
+                f"host {info.host} ({unequal}): install the same build of epruntime and torch on every host"
+            )
         return None
 
     def _joined(self, connection: Connection, info: RankInfo) -> None:

@@ -82,7 +82,8 @@ class RankBootstrap:
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ProtocolError(
                 f"bootstrap of {len(data)} bytes is unreadable: rank processes are started by a launcher, which "
-                "writes it to their standard input") from error
+                "writes it to their standard input"
+            ) from error
 
 
 def receive_bootstrap(stream: BinaryIO | None = None) -> RankBootstrap:

@@ -23,7 +23,11 @@ def failed(message_id: int, error: BaseException, *, where: str = "") -> Message
     else:
         kind, text = "EngineDeadError", f"{type(error).__name__}: {error}"
     message: Message = {
-        "type": "failed", "id": message_id, "kind": kind, "message": text, "where": where,
+        "type": "failed",
+        "id": message_id,
+        "kind": kind,
+        "message": text,
+        "where": where,
         "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
     }
     if isinstance(error, errors.RankLostError):
@@ -43,7 +47,8 @@ def error_of(message: Message, *, slot: int, host: str) -> errors.EPRuntimeError
     error: errors.EPRuntimeError
     if kind is errors.RankLostError and isinstance(lost, dict):
         error = errors.RankLostError(
-            slot=int(lost["slot"]), host=str(lost["host"]), detail=f"{lost['detail']} (reported by {place})")
+            slot=int(lost["slot"]), host=str(lost["host"]), detail=f"{lost['detail']} (reported by {place})"
+        )
     elif kind is errors.RankLostError or not (isinstance(kind, type) and issubclass(kind, errors.EPRuntimeError)):
         error = errors.EngineDeadError(f"{place}: {text}")
     else:

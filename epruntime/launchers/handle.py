@@ -46,8 +46,14 @@ class RankHandle:
         self.connection: Connection | None = None
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.lost: EngineDeadError | None = None
-        self._info = RankInfo(slot=seat.slot, incarnation=incarnation, host=seat.host, local_rank=seat.local_rank,
-                              attn_group=seat.slot, ep_rank=seat.slot)
+        self._info = RankInfo(
+            slot=seat.slot,
+            incarnation=incarnation,
+            host=seat.host,
+            local_rank=seat.local_rank,
+            attn_group=seat.slot,
+            ep_rank=seat.slot,
+        )
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
 
@@ -85,12 +91,19 @@ class RankHandle:
             return future
         if type == "configure":
             if body["generation"] <= connection.generation:
-                _fail(future, ConfigError(
-                    f"generation={body['generation']}: rank {self.seat.slot} has seen {connection.generation}; take a "
-                    "new number from RankPool.next_generation()"))
+                _fail(
+                    future,
+                    ConfigError(
+                        f"generation={body['generation']}: rank {self.seat.slot} has seen {connection.generation}; take a "
+                        "new number from RankPool.next_generation()"
+                    ),
+                )
                 return future
-            self._fail_all(EngineDeadError(
-                f"generation {connection.generation} ended: rank {self.seat.slot} goes to {body['generation']}"))
+            self._fail_all(
+                EngineDeadError(
+                    f"generation {connection.generation} ended: rank {self.seat.slot} goes to {body['generation']}"
+                )
+            )
             ep_rank = body.get("ep_rank", self._info.ep_rank)
             future.add_done_callback(lambda done: self._configured(done, ep_rank))
         message_id = next(self._ids)
@@ -131,8 +144,9 @@ class RankHandle:
         pending = self._pending.get(message_id) if isinstance(message_id, int) else None
         if pending is None:
             # The caller stopped waiting (cancelled, timed out, a newer generation): nothing is wrong.
-            logger.debug("rank %d: %r with id %r answers nothing that is waited for", self.seat.slot,
-                         message["type"], message_id)
+            logger.debug(
+                "rank %d: %r with id %r answers nothing that is waited for", self.seat.slot, message["type"], message_id
+            )
         elif message["type"] == "progress":
             if pending.on_progress is not None:
                 try:
@@ -157,9 +171,14 @@ class RankHandle:
     def _expire(self, message_id: int, timeout_s: float) -> None:
         pending = self._pending.get(message_id)
         if pending is not None and not pending.future.done():
-            _fail(pending.future, RankLostError(
-                slot=self.seat.slot, host=self.seat.host,
-                detail=f"it did not answer {pending.type!r} within {timeout_s:g} s"))
+            _fail(
+                pending.future,
+                RankLostError(
+                    slot=self.seat.slot,
+                    host=self.seat.host,
+                    detail=f"it did not answer {pending.type!r} within {timeout_s:g} s",
+                ),
+            )
 
     def _forget(self, message_id: int) -> None:
         pending = self._pending.pop(message_id, None)

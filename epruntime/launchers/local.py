@@ -164,14 +164,20 @@ class LocalLauncher(Launcher):
 
     def _start(self, letter: RankBootstrap) -> subprocess.Popen[bytes]:
         environment = {
-            **os.environ, **thread_environment(letter.threads), "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            **thread_environment(letter.threads),
+            "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(import_path()),
         }
         child = subprocess.Popen(
             # -P: a file in the working directory must not replace a module of the rank.
             [sys.executable, "-P", "-m", self._entry_module],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, env=environment)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
         assert child.stdin is not None
         # The pipe holds it, so this never waits; a child that is gone already is reported by its exit.
         with contextlib.suppress(BrokenPipeError), child.stdin:

@@ -174,14 +174,26 @@ class RankPool:
         self._store_address = (host or LOOPBACK, (await self._store)[1])
         await asyncio.shield(self._ready)
         self._close_door()
-        logger.info("%d ranks are up (%s): %s", num_ranks, self._launcher.name, ", ".join(
-            f"{r.info.slot} on {r.info.host} pid {r.info.pid}" for r in self.ranks))
+        logger.info(
+            "%d ranks are up (%s): %s",
+            num_ranks,
+            self._launcher.name,
+            ", ".join(f"{r.info.slot} on {r.info.host} pid {r.info.pid}" for r in self.ranks),
+        )
 
     async def _spawn(self, rank: RankHandle, address: str, timeout_s: float) -> None:
         seat = rank.seat
         bootstrap = RankBootstrap(
-            address=address, secret=self._secret, slot=seat.slot, incarnation=rank.incarnation, host=seat.host,
-            local_rank=seat.local_rank, threads=seat.threads, device=self._device, connect_timeout_s=timeout_s)
+            address=address,
+            secret=self._secret,
+            slot=seat.slot,
+            incarnation=rank.incarnation,
+            host=seat.host,
+            local_rank=seat.local_rank,
+            threads=seat.threads,
+            device=self._device,
+            connect_timeout_s=timeout_s,
+        )
         try:
             rank.process = await self._launcher.spawn(bootstrap)
         except LaunchError as error:
@@ -211,8 +223,10 @@ class RankPool:
         for rank in absent:
             state = "still starting" if rank.process is None else "running, has not joined"
             lines.append(f"rank {rank.seat.slot} on host {rank.seat.host}: {state}" + _said(rank))
-        return (f"{len(absent)} of {num_ranks} ranks did not join within {timeout_s:g} s (start_timeout_s):\n"
-                + "\n".join(lines))
+        return (
+            f"{len(absent)} of {num_ranks} ranks did not join within {timeout_s:g} s (start_timeout_s):\n"
+            + "\n".join(lines)
+        )
 
     def _close_door(self) -> None:
         """Nobody else is expected: no listener and no file stays behind, even if this process is killed."""
@@ -245,8 +259,9 @@ class RankPool:
             self._lose(rank, how)
 
     def _lose(self, rank: RankHandle, how: str) -> None:
-        self._fail_start(LaunchError(
-            f"rank {rank.seat.slot} on host {rank.seat.host} ended during start: {how}{_said(rank)}"))
+        self._fail_start(
+            LaunchError(f"rank {rank.seat.slot} on host {rank.seat.host} ended during start: {how}{_said(rank)}")
+        )
         if rank.connection is None:
             return
         rank.connection.abort(how)
@@ -290,8 +305,12 @@ class RankPool:
                 process.kill()  # no time left for manners
                 raise
             if not process.exited.done():
-                logger.error("rank %d on host %s, pid %d, could not be confirmed dead", rank.seat.slot,
-                             rank.seat.host, rank.info.pid)
+                logger.error(
+                    "rank %d on host %s, pid %d, could not be confirmed dead",
+                    rank.seat.slot,
+                    rank.seat.host,
+                    rank.info.pid,
+                )
         if connection is not None:
             connection.abort("the rank pool was stopped")
 

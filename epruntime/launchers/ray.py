@@ -47,15 +47,16 @@ _LOOPBACK = "127.0.0.1"
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 _PROBE_TIMEOUT_S = 5.0
 
-#: seconds that Ray gets to kill an actor, to tell why one died, and to leave.
-_RAY_KILL_S, _RAY_NEWS_S, _RAY_LEAVE_S = 2.0, 1.0, 60.0
+#: seconds that Ray gets to kill an actor, to tell why one died, to end a process whose actor has, and to leave.
+_RAY_KILL_S, _RAY_NEWS_S, _RAY_FAREWELL_S, _RAY_LEAVE_S = 2.0, 1.0, 0.1, 60.0
 
 #: seconds of waiting for room before a warning says what is waited for.
 _WARN_AFTER_S = 3.0
 
 _AUTH_HINT = (
     "If the cluster uses token authentication, this process needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file "
-    "that holds the cluster's token) in its environment before it starts.")
+    "that holds the cluster's token) in its environment before it starts."
+)
 
 
 class RankActor:
@@ -127,7 +128,10 @@ class RayProcess(RankProcess):
     async def _kill(self) -> None:
         await self._thread.run(lambda: _kill_actor(self.actor))
         await asyncio.wait([self.exited], timeout=_RAY_KILL_S)
-        if not self.exited.done() and self._pidfd >= 0:
+        self._kill_process()
+
+    def _kill_process(self) -> None:
+        if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -145,6 +149,9 @@ class RayProcess(RankProcess):
         self._how = how
         if alive:
             self.kill()
+        elif self._pidfd >= 0:
+            # The rank has returned, or is dead. What remains, if anything, is Ray's own farewell: seconds of it.
+            self._loop.call_later(_RAY_FAREWELL_S, self._kill_process)
         if self._pidfd < 0:
             self._ended()
 
@@ -178,7 +185,8 @@ class RayLauncher(Launcher):
         if address is not None and address.startswith("ray://"):
             raise ConfigError(
                 f"ray_address={address!r}: Ray Client puts the coordinator outside the cluster, where ranks cannot "
-                "reach it. Run it in the cluster (ray job submit ...), with ray_address='auto'")
+                "reach it. Run it in the cluster (ray job submit ...), with ray_address='auto'"
+            )
         self._address, self._device, self._entry = address, device, entry
         # Ray ends a private cluster with the thread that started it (parent-death signal).
         self._thread = CallerThread("epruntime-ray")
@@ -196,8 +204,10 @@ class RayLauncher(Launcher):
         loop = asyncio.get_running_loop()
         if not ray.is_initialized():
             self._connecting = loop.create_task(
-                self._start_private(num_ranks, threads_per_rank) if self._address is None
-                else self._connect(self._address))
+                self._start_private(num_ranks, threads_per_rank)
+                if self._address is None
+                else self._connect(self._address)
+            )
             done, _ = await asyncio.wait([self._connecting], timeout=timeout_s)
             if not done:
                 raise LaunchError(f"Ray did not answer within {timeout_s:g} s. {_AUTH_HINT}")
@@ -223,7 +233,8 @@ class RayLauncher(Launcher):
         actor = await self._thread.run(lambda: self._make_actor(placed))
         try:
             pid, log = await asyncio.wait_for(
-                asyncio.wrap_future(actor.where.remote().future()), bootstrap.connect_timeout_s)
+                asyncio.wrap_future(actor.where.remote().future()), bootstrap.connect_timeout_s
+            )
         except (ray.exceptions.RayError, TimeoutError) as error:
             await self._thread.run(lambda: _kill_actor(actor))
             raise LaunchError(
@@ -263,7 +274,8 @@ class RayLauncher(Launcher):
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=_wants_output())
             except (Exception, SystemExit) as error:  # Ray's core ends the process by SystemExit
                 raise LaunchError(
-                    f"no Ray cluster could be joined at ray_address={address!r}: {error}. {_AUTH_HINT}") from error
+                    f"no Ray cluster could be joined at ray_address={address!r}: {error}. {_AUTH_HINT}"
+                ) from error
             self._connected = True
             if self._abandoned:
                 self._undo()
@@ -298,8 +310,8 @@ class RayLauncher(Launcher):
     # placing
 
     async def _reserve(self, num_ranks: int, bundle: dict[str, float], deadline: float, timeout_s: float) -> None:
-        self._group = await self._thread.run(lambda: placement_group([dict(bundle)] * num_ranks, strategy="PACK"))
-        group, began, warned = self._group, time.monotonic(), False
+        group = await self._thread.run(lambda: placement_group([dict(bundle)] * num_ranks, strategy="PACK"))
+        self._group, began, warned = group, time.monotonic(), False
         while not await self._thread.run(lambda: group.wait(0.3)):
             now = time.monotonic()
             text = no_room_text(num_ranks, bundle, await self._thread.run(_alive_nodes), timeout_s)
@@ -318,11 +330,14 @@ class RayLauncher(Launcher):
         return [placed.seat for placed in self._placed]
 
     def _make_actor(self, placed: PlacedSeat) -> Any:
+        assert self._group is not None
         resources = {"num_gpus": 1, "num_cpus": 0} if self._device == "cuda" else {"num_cpus": placed.seat.threads}
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=placed.bundle)
+            placement_group=self._group, placement_group_bundle_index=placed.bundle
+        )
         remote = ray.remote(RankActor).options(
-            **resources, scheduling_strategy=strategy, max_restarts=0, max_task_retries=0)
+            **resources, scheduling_strategy=strategy, max_restarts=0, max_task_retries=0
+        )
         return remote.remote(placed.seat.slot, placed.seat.threads)
 
     def _undo(self) -> None:
@@ -346,9 +361,15 @@ class RayLauncher(Launcher):
 def _alive_nodes() -> list[Node]:
     free = ray._private.state.available_resources_per_node()
     return [
-        Node(node_id=node["NodeID"], host=node["NodeManagerHostname"], address=node["NodeManagerAddress"],
-             total=node["Resources"], free=free.get(node["NodeID"]))
-        for node in ray.nodes() if node["Alive"]
+        Node(
+            node_id=node["NodeID"],
+            host=node["NodeManagerHostname"],
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"]),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 
@@ -362,7 +383,8 @@ def _probe(address: str) -> None:
     except OSError as error:
         raise LaunchError(
             f"no Ray cluster listens at ray_address={address!r}: {error}. `ray status` on its head node shows whether "
-            "it is up; the port is the one of `ray start --head --port`, 6379 by default") from error
+            "it is up; the port is the one of `ray start --head --port`, 6379 by default"
+        ) from error
 
 
 def _own_sigterm() -> contextlib.AbstractContextManager[None]:

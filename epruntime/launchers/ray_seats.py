@@ -70,9 +70,12 @@ def no_room_text(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[No
     """What was asked and what there is, for the error of a placement that did not come about."""
     names = list(bundle)
     lines = [
-        f"  node {node.host} ({node.address}): " + ", ".join(
+        f"  node {node.host} ({node.address}): "
+        + ", ".join(
             f"{name} {_number((node.free or {}).get(name, 0.0)) if node.free is not None else '?'} free of "
-            f"{_number(node.total.get(name, 0.0))}" for name in names)
+            f"{_number(node.total.get(name, 0.0))}"
+            for name in names
+        )
         for node in nodes
     ]
     asked = " and ".join(f"{_number(amount)} {name}" for name, amount in bundle.items())
@@ -80,7 +83,8 @@ def no_room_text(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[No
         f"Ray found no room for {num_ranks} ranks of {asked} each within {timeout_s:g} s. The cluster has:\n"
         + ("\n".join(lines) or "  no alive node")
         + "\nFree some, add nodes, ask for fewer ranks (expert_parallel_size) or threads (threads_per_rank), or wait "
-        "longer (start_timeout_s).")
+        "longer (start_timeout_s)."
+    )
 
 
 def _address_key(address: str) -> list[object]:

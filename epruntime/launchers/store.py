@@ -27,6 +27,13 @@ def host_store(host: str, *, timeout_s: float = 60.0) -> tuple[TCPStore, int]:
         listener.bind((host, 0))
         listener.listen(1024)
         port: int = listener.getsockname()[1]
-        store = TCPStore(host, port, None, is_master=True, wait_for_workers=False,
-                         timeout=timedelta(seconds=timeout_s), master_listen_fd=listener.detach())
+        store = TCPStore(
+            host,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
     return store, port

@@ -46,12 +46,18 @@ def _act(client: ControlClient, bootstrap: RankBootstrap, message: dict[str, Any
         case "configure":
             reply["type"] = "configured"
         case "whoami":
-            reply |= {"pid": os.getpid(), "sid": os.getsid(0), "threads": bootstrap.threads,
-                      "argv": sys.orig_argv, "environment": dict(os.environ)}
+            reply |= {
+                "pid": os.getpid(),
+                "sid": os.getsid(0),
+                "threads": bootstrap.threads,
+                "argv": sys.orig_argv,
+                "environment": dict(os.environ),
+            }
         case "progress":
             for done in range(message["total"]):
-                client.send({"type": "progress", "id": message["id"], "what": "tests", "done": done,
-                             "total": message["total"]})
+                client.send(
+                    {"type": "progress", "id": message["id"], "what": "tests", "done": done, "total": message["total"]}
+                )
         case "fail":
             error: Exception = UnsupportedModelError("dense") if message["kind"] == "refused" else ValueError("oops")
             reply = failed(message["id"], error, where="test")

@@ -31,7 +31,6 @@ class Leftovers:
             descriptors=me.num_fds(),
         )
 
-
     def grown_by(self, *, seconds: float, descriptors: bool = True) -> dict[str, object]:
         """What is there and was not in `self`, after it has had up to `seconds` to go away.
 
@@ -42,7 +41,8 @@ class Leftovers:
             gc.collect()
             now = Leftovers.now()
             grown: dict[str, object] = {
-                name: new for name in ("processes", "files", "shared_memory")
+                name: new
+                for name in ("processes", "files", "shared_memory")
                 if (new := getattr(now, name) - getattr(self, name))
             }
             if descriptors and now.descriptors > self.descriptors:

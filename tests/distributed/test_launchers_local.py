@@ -140,8 +140,11 @@ def test_store_is_hosted_here_and_on_loopback_only():
             store = await asyncio.to_thread(TCPStore, host, port, is_master=False)
             store.set("a", "b")
             assert pool._store.result()[0].get("a") == b"b"
-            listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp")
-                         if c.status == "LISTEN" and c.laddr.port == port}
+            listening = {
+                c.laddr.ip
+                for c in psutil.Process().net_connections("tcp")
+                if c.status == "LISTEN" and c.laddr.port == port
+            }
             assert listening == {"127.0.0.1"}
 
     run(body())
@@ -389,8 +392,9 @@ else:
 
 
 def coordinator(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
-    process = subprocess.Popen([sys.executable, "-c", COORDINATOR, *arguments], stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COORDINATOR, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
     return process, pids
@@ -443,5 +447,10 @@ def test_cores_are_divided(tmp_path):
 
 def test_exit_text():
     assert [exit_text(code) for code in (0, 3, -9, -11, -64)] == [
-        "exit code 0", "exit code 3", "killed by SIGKILL", "killed by SIGSEGV", "killed by SIGRTMAX"]
+        "exit code 0",
+        "exit code 3",
+        "killed by SIGKILL",
+        "killed by SIGSEGV",
+        "killed by SIGRTMAX",
+    ]
     assert exit_text(-100) == "killed by signal 100"

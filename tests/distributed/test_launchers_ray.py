@@ -59,8 +59,12 @@ def test_private_cluster():
                 assert pool._secret.hex() not in repr(w["argv"]) + repr(w["environment"])
             # nothing of the cluster can be reached from other machines
             me = psutil.Process()
-            addresses = {c.laddr.ip for p in [me, *me.children(recursive=True)] for c in p.net_connections("tcp")
-                         if c.status == "LISTEN"}
+            addresses = {
+                c.laddr.ip
+                for p in [me, *me.children(recursive=True)]
+                for c in p.net_connections("tcp")
+                if c.status == "LISTEN"
+            }
             assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
             lost: list[RankLostError] = []
@@ -129,8 +133,7 @@ def test_existing_cluster_of_two_nodes(caplog):
         async def too_many():
             began = time.monotonic()
             with pytest.raises(LaunchError, match=r"(?s)no room for 3 ranks of 2 CPU each within 4 s") as caught:
-                await RankPool.start(
-                    3, launcher=RayLauncher(entry=ENTRY), threads_per_rank=2, start_timeout_s=4)
+                await RankPool.start(3, launcher=RayLauncher(entry=ENTRY), threads_per_rank=2, start_timeout_s=4)
             assert time.monotonic() - began < 15
             assert "CPU 1 free of 1" in str(caught.value)
             assert "CPU 2 free of 2" in str(caught.value)
@@ -223,8 +226,9 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_signals_to_the_coordinator(number):
     """Ctrl-C (to the whole foreground group) stops in order; kill -9 leaves no process, only Ray's log folder."""
-    process = subprocess.Popen([sys.executable, "-c", COORDINATOR], stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COORDINATOR], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     with process:
         ranks = [int(word) for word in process.stdout.readline().split()]
         assert len(ranks) == 2

@@ -35,7 +35,8 @@ class Harness:
 
     def letter(self, **changes) -> RankBootstrap:
         return replace(
-            RankBootstrap(address=self.address, secret=SECRET, slot=0, host="h", connect_timeout_s=5), **changes)
+            RankBootstrap(address=self.address, secret=SECRET, slot=0, host="h", connect_timeout_s=5), **changes
+        )
 
     async def connect(self, signature=SIGNATURE, **changes) -> ControlClient:
         return await asyncio.to_thread(ControlClient.connect, self.letter(**changes), signature=signature)
@@ -55,7 +56,8 @@ async def harness(tmp_path, kind: str = "unix", slots: int = 2, **options) -> As
         h.joined.append(connection)
 
     server = ControlServer(
-        SECRET, on_join=on_join, on_refused=lambda slot, error: h.refused.append((slot, error)), **options)
+        SECRET, on_join=on_join, on_refused=lambda slot, error: h.refused.append((slot, error)), **options
+    )
     if kind == "unix":
         h = Harness(server, await server.listen_unix(str(tmp_path / "c")))
     else:
@@ -154,8 +156,10 @@ REFUSALS = {
     "future incarnation": ({"slot": 1, "incarnation": 9}, SIGNATURE, "unknown incarnation 9"),
     "taken slot": ({"slot": 0}, SIGNATURE, "slot 0, incarnation 0 has joined already"),
     "other build": (
-        {"slot": 1, "incarnation": 2, "host": "other"}, {"extension": "plain"},
-        "between rank 0 on host h and rank 1 on host other .*'native:1' against 'plain'"),
+        {"slot": 1, "incarnation": 2, "host": "other"},
+        {"extension": "plain"},
+        "between rank 0 on host h and rank 1 on host other .*'native:1' against 'plain'",
+    ),
 }
 
 
@@ -274,8 +278,15 @@ def test_a_recorded_handshake_cannot_be_played_again(tmp_path):
                 n = await asyncio.to_thread(sock.recv_into, reader.get_buffer())
                 (challenge,) = [decode(p) for p in reader.payloads(n)]
                 identity = msgpack.packb({"host": "h", "pid": 1, "signature": {}})
-                right = auth.proof(SECRET, "rank", rank_nonce=bytes(32), coordinator_nonce=challenge["nonce"], slot=0,
-                                   incarnation=0, claims=identity)
+                right = auth.proof(
+                    SECRET,
+                    "rank",
+                    rank_nonce=bytes(32),
+                    coordinator_nonce=challenge["nonce"],
+                    slot=0,
+                    incarnation=0,
+                    claims=identity,
+                )
                 hello = b"".join(encode({"type": "hello", "identity": identity, "proof": right}))
             await asyncio.sleep(0.1)
             with raw_connect(h.address) as sock:  # the same bytes on a new connection

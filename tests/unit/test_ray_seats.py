@@ -39,9 +39,11 @@ def test_ranks_of_one_node_are_neighbours_and_the_coordinators_come_first():
         random.shuffle(items)
         placed = seats_in_node_order(dict(items), nodes, first_node="a", threads=3)
         assert [(p.seat.slot, p.bundle, p.seat.host, p.seat.local_rank) for p in placed] == [
-            (0, 0, "host-a", 0), (1, 3, "host-a", 1),  # the coordinator's
+            (0, 0, "host-a", 0),
+            (1, 3, "host-a", 1),  # the coordinator's
             (2, 2, "host-c", 0),  # .2
-            (3, 1, "host-b", 0), (4, 4, "host-b", 1),  # .9, and .10 would have been last
+            (3, 1, "host-b", 0),
+            (4, 4, "host-b", 1),  # .9, and .10 would have been last
         ]
         assert {p.seat.threads for p in placed} == {3}
 
