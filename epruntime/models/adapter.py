@@ -93,6 +93,11 @@ def as_ids(value: int | list[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def is_native(model_type: str) -> bool:
+    """Does transformers itself define this model type? Then code that comes with a checkpoint is not needed."""
+    return model_type in transformers.CONFIG_MAPPING
+
+
 def causal_lm_architecture(config: transformers.PretrainedConfig) -> str | None:
     """Name of the causal LM class that transformers has for this configuration, or None."""
     cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

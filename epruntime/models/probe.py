@@ -8,6 +8,7 @@ only to the mask; softcap and sinks. Whatever it does not understand is refused 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,8 @@ _NO_EFFECT = frozenset({
 })
 _PROBE_TOKENS = 5
 _FAR = 1 << 31
+#: Registered functions are global to the process.
+_ONE_PROBE = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +218,11 @@ def run_probe(model: torch.nn.Module) -> Probe:
     Raises:
         UnsupportedModelError: anything that the serving hooks could not do alike.
     """
+    with _ONE_PROBE:
+        return _run(model)
+
+
+def _run(model: torch.nn.Module) -> Probe:
     recorder = _Recorder(model)
     adapter.register(adapter.PROBE, attention=recorder.on_attention, experts=recorder.on_experts, mask=_Mask)
     kind = type(model).__name__

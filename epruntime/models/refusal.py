@@ -37,12 +37,12 @@ _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "thinker_config"
 
 def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
     """Refusals that config.json alone decides, before transformers sees it."""
-    if raw.get("auto_map"):
-        raise UnsupportedModelError(f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
-                                    "run. Models that transformers itself defines are served")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{path}: config.json names no model_type")
+    if raw.get("auto_map") and not adapter.is_native(model_type):
+        raise UnsupportedModelError(f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
+                                    f"run, and transformers itself defines no {model_type}")
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"

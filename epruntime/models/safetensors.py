@@ -63,6 +63,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: is not a regular file")
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead past the header
         prefix = os.pread(descriptor, 8, 0)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: {status.st_size} bytes is too short for a safetensors file")
@@ -142,6 +143,13 @@ class RangeReader:
             os.close(descriptor)
         self._descriptors.clear()
 
+    def prefetch(self, entry: TensorEntry, first: int, last: int) -> None:
+        """Asks the kernel to start reading rows first..last-1, which a `read` will want soon."""
+        row_bytes = entry.num_bytes // (entry.shape or (1,))[0] if entry.num_bytes else 0
+        if row_bytes and first < last:
+            os.posix_fadvise(self._open(entry.file), entry.offset + first * row_bytes, (last - first) * row_bytes,
+                             os.POSIX_FADV_WILLNEED)
+
     def read(self, entry: TensorEntry, first: int, last: int, out: torch.Tensor) -> None:
         """Reads rows first..last-1 of the first dimension (a 0-dim tensor has one row) into `out`, cast to its dtype.
 
@@ -166,10 +174,16 @@ class RangeReader:
             self._into(entry.file, start + row * row_bytes, staging)
             rows_out[row : row + count].copy_(staging.view(rows_out[row : row + count].shape))
 
-    def _into(self, file: Path, offset: int, out: torch.Tensor) -> None:
+    def _open(self, file: Path) -> int:
         if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        descriptor = self._descriptors[file]
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            # The kernel's own readahead would fetch the neighbours, which are other ranks' experts.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            self._descriptors[file] = descriptor
+        return self._descriptors[file]
+
+    def _into(self, file: Path, offset: int, out: torch.Tensor) -> None:
+        descriptor = self._open(file)
         view = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):

@@ -21,6 +21,7 @@ from epruntime.models.conversions import Conversions, Stacking, natural_order
 from epruntime.models.safetensors import RangeReader, TensorEntry
 
 _SHOWN = 12
+_PREFETCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ class ExpertShard:
 
     num_experts: int
     local: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= expert < self.num_experts for expert in self.local):
+            raise ValueError(f"local experts {self.local} of {self.num_experts}")
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Consecutive ids as (slot, first id, last id + 1)."""
@@ -67,11 +72,18 @@ class _Read:
             return self.entry.num_bytes
         return self.entry.num_bytes // self.shard.num_experts * len(self.shard.local)
 
+    def _runs(self) -> list[tuple[int, int, int]]:
+        return [(0, 0, (self.entry.shape or (1,))[0])] if self.shard is None else self.shard.runs()
+
+    def prefetch(self, reader: RangeReader) -> None:
+        for _, first, last in self._runs():
+            reader.prefetch(self.entry, first, last)
+
     def into(self, reader: RangeReader, out: torch.Tensor) -> None:
         if self.shard is None:
             reader.read(self.entry, 0, (self.entry.shape or (1,))[0], out)
             return
-        for slot, first, last in self.shard.runs():
+        for slot, first, last in self._runs():
             reader.read(self.entry, first, last, out[slot : slot + last - first])
 
     def tensor(self, reader: RangeReader, dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +146,15 @@ class WeightPlan:
     def load(self, reader: RangeReader, put: Callable[[str, torch.Tensor], None],
              progress: Callable[[int], None]) -> None:
         """Reads everything. Calls `put(name, tensor)` for each parameter and `progress(bytes so far)`."""
+        ahead, asked = iter(self._steps), 0
         for step in self._steps:
+            while asked < reader.bytes_read + step.num_bytes + _PREFETCH_BYTES:
+                coming = next(ahead, None)
+                if coming is None:
+                    break
+                for read in (read for reads in coming.reads.values() for read in reads):
+                    read.prefetch(reader)
+                asked += coming.num_bytes
             for name, tensor in self._make(step, reader).items():
                 expected = self.local_shape(name) if name in self._conversions.expected else None
                 if expected is None or tuple(tensor.shape) != expected:

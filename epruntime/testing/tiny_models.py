@@ -34,6 +34,9 @@ _BASE: dict[str, Any] = {
 }
 #: Fields that switch a feature on: only given a value where the family's default has one.
 _OPTIONAL = ("sliding_window", "q_lora_rank", "mlp_only_layers")
+#: Names of one field in different families: some configurations accept several, the last one wins.
+_ALIASES = (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+            ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"))
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 _PER_TYPE: dict[str, dict[str, Any]] = {
@@ -65,6 +68,9 @@ def make_config(model_type: str, **overrides: Any) -> Any:
     for name in _OPTIONAL:
         if name in values and getattr(defaults, name, None) is None:
             del values[name]
+    for group in _ALIASES:
+        for name in overrides.keys() & set(group):
+            values |= {alias: overrides[name] for alias in group if alias in values}
     values |= {"initializer_range": 0.3, **_PER_TYPE.get(model_type, {}), **overrides}
     return kind(**{name: value for name, value in values.items() if value is not None})
 

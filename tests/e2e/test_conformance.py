@@ -140,22 +140,28 @@ def test_padding_is_never_routed_nor_written(tmp_path: Path) -> None:
     assert routed == 11 * model.info.top_k * model.info.num_layers
 
 
-def test_result_does_not_depend_on_batch_mates(tmp_path: Path) -> None:
-    """Bit for bit, in strict mode: one sequence alone, and the same among others and in chunks."""
-    for model_type in ("mixtral", "deepseek_v3"):
-        _, reference = tiny_models.build(model_type)
-        path = tiny_models.save(reference, tmp_path / model_type)
-        model = load_model(path, dtype="float32", moe=local_runtime())
-        tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
-        alone = torch.cat([RaggedDriver(model).step([("b", tokens["b"])])[0]])
-        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tmp_path: Path) -> None:
+    """Bit for bit, in strict mode: one sequence alone, and the same in chunks among others in a wider batch."""
+    _, reference = tiny_models.build(model_type)
+    tiny_models.save(reference, tmp_path)
+    model = load_model(tmp_path, dtype="float32", moe=local_runtime())
+    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
+        driver, done, parts = RaggedDriver(model, row_multiple=96), dict.fromkeys(tokens, 0), []
         for items in SCHEDULE:
             out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
             for (name, count), logits in zip(items, out, strict=True):
                 done[name] += count
                 if name == "b":
                     parts.append(logits)
-        assert torch.equal(torch.cat(parts), alone), model_type
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(parts), alone)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])

@@ -64,7 +64,8 @@ def test_dense_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, ["its own modelling code"]),
+    ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "model_type": "no_such_type"}, ["its own modelling code"]),
+    ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "architectures": ["MyForCausalLM"]}, ["MyForCausalLM"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised", "gptq"]),
     ({"vision_config": {"hidden_size": 8}}, ["multimodal", "vision_config"]),
     ({"model_type": "no_such_type"}, ["no_such_type"]),
@@ -189,4 +190,7 @@ def test_remote_code_is_never_imported(copy: Path) -> None:
     (copy / "m.py").write_text(f"open({str(marker)!r}, 'w')\n")
     _config(copy, auto_map={"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}, model_type="unknown_remote")
     _refused(copy, UnsupportedModelError, "never run")
+    # a type that transformers itself defines is served by transformers' own code
+    _config(copy, model_type="mixtral")
+    assert inspect_model(copy).architecture == "MixtralForCausalLM"
     assert not marker.exists()
