@@ -47,5 +47,5 @@ def main() -> None:
             print("chat:", repr(answer.outputs[0].text))
 
 
-if __name__ == "__main__":  # ranks are processes of their own: the script must be importable
+if __name__ == "__main__":
     main()
