@@ -161,8 +161,8 @@ async def report(arguments: argparse.Namespace) -> str:
             "benchmarks/results/control.md`",
             "",
             f"{system}, grpcio {grpc.__version__}, load average {load:.1f} at the start. Microseconds per step, and in "
-            f"brackets the coordinator's CPU microseconds, of the fastest of {arguments.repeats} batches; a plan of {wire} "
-            "bytes to each rank and an answer from each. The ranks share the cores with the coordinator.",
+            f"brackets the coordinator's CPU microseconds, of the fastest of {arguments.repeats} batches; a plan of "
+            f"{wire} bytes to each rank and an answer from each. The ranks share the cores with the coordinator.",
             "",
             "| ranks | frames | calls | gRPC stream |",
             "|---|---|---|---|",

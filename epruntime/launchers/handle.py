@@ -94,8 +94,8 @@ class RankHandle:
                 _fail(
                     future,
                     ConfigError(
-                        f"generation={body['generation']}: rank {self.seat.slot} has seen {connection.generation}; take a "
-                        "new number from RankPool.next_generation()"
+                        f"generation={body['generation']}: rank {self.seat.slot} has seen {connection.generation}; "
+                        "take a new number from RankPool.next_generation()"
                     ),
                 )
                 return future

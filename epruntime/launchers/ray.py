@@ -14,10 +14,8 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,8 @@ from epruntime.errors import ConfigError, LaunchError
 from epruntime.launchers.base import Launcher, RankProcess, Seat
 from epruntime.launchers.caller_thread import CallerThread
 from epruntime.launchers.cores import thread_environment, threads_each, usable_cores
-from epruntime.launchers.import_path import import_path
+from epruntime.launchers.ray_environment import own_sigterm, private_environment, probe
 from epruntime.launchers.ray_seats import Node, PlacedSeat, no_room_text, seats_in_node_order, threads_that_fit
-from epruntime.launchers.signal_disposition import kept_disposition
 
 logger = logging.getLogger("epruntime.launchers.ray")
 
@@ -45,7 +42,6 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 
 _LOOPBACK = "127.0.0.1"
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
-_PROBE_TIMEOUT_S = 5.0
 
 #: seconds that Ray gets to kill an actor, to tell why one died, to end a process whose actor has, and to leave.
 _RAY_KILL_S, _RAY_NEWS_S, _RAY_FAREWELL_S, _RAY_LEAVE_S = 2.0, 1.0, 0.1, 60.0
@@ -266,11 +262,11 @@ class RayLauncher(Launcher):
     # connecting
 
     async def _connect(self, address: str) -> None:
-        await asyncio.to_thread(_probe, address)
+        await asyncio.to_thread(probe, address)
 
         def connect() -> None:
             try:
-                with _own_sigterm():
+                with own_sigterm():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=_wants_output())
             except (Exception, SystemExit) as error:  # Ray's core ends the process by SystemExit
                 raise LaunchError(
@@ -290,7 +286,7 @@ class RayLauncher(Launcher):
             # Mode 0700: Ray opens its own directory to everybody.
             self._home = tempfile.TemporaryDirectory(prefix="epruntime-", ignore_cleanup_errors=True)
             try:
-                with _private_ray_environment(), _own_sigterm():
+                with private_environment(ray_constants), own_sigterm():
                     ray.init(
                         address="local",
                         num_cpus=max(cores, num_ranks * threads),  # its own accounting; cores are shared if need be
@@ -371,57 +367,6 @@ def _alive_nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-def _probe(address: str) -> None:
-    """Finds out in seconds what Ray's own attempt takes minutes for: that nobody listens there."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto" and the like
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        raise LaunchError(
-            f"no Ray cluster listens at ray_address={address!r}: {error}. `ray status` on its head node shows whether "
-            "it is up; the port is the one of `ray start --head --port`, 6379 by default"
-        ) from error
-
-
-def _own_sigterm() -> contextlib.AbstractContextManager[None]:
-    """Around ray.init: SIGTERM stays this process's own.
-
-    Ray's core would take it for a crash: print a stack, hand it on, and abort the process three seconds later, in the
-    middle of a drain.
-    """
-    return kept_disposition(signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _private_ray_environment() -> Iterator[None]:
-    """While the private cluster starts: no usage reports, this process's modules, and loopback only.
-
-    A local Ray listens on every interface, and runs code for whoever connects. Where Ray treats the machine as one
-    that never joins a cluster it stays on loopback.
-    """
-    changes = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(import_path())}
-    before = {name: os.environ.get(name) for name in changes}
-    is_switch_there = hasattr(ray_constants, "ENABLE_RAY_CLUSTER")
-    if not is_switch_there:
-        logger.warning("this version of Ray cannot be kept on loopback: its ports are open to the network")
-    cluster = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
-    try:
-        os.environ.update(changes)
-        if is_switch_there:
-            ray_constants.ENABLE_RAY_CLUSTER = False
-        yield
-    finally:
-        if is_switch_there:
-            ray_constants.ENABLE_RAY_CLUSTER = cluster
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _wants_output() -> bool:
