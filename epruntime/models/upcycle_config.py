@@ -6,12 +6,12 @@ dense model Mixtral has no place for is refused here, by name.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
+from epruntime.models.checkpoint import read_raw_config
 
 if TYPE_CHECKING:
     from epruntime.models.upcycle_source import TensorInfo
@@ -53,15 +53,7 @@ def read_dense_config(directory: Path) -> Any:
         CheckpointError: no readable config.json.
         UnsupportedModelError: not Llama-like, quantised, or in need of code of its own.
     """
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist: {directory} is not a transformers checkpoint") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+    raw = read_raw_config(directory)
     if raw.get("auto_map"):
         raise UnsupportedModelError(f"{directory}: the model brings its own code (auto_map), which is never run")
     if raw.get("quantization_config"):
@@ -77,7 +69,7 @@ def read_dense_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: transformers refuses it: {error}") from error
+        raise CheckpointError(f"{directory}: transformers refuses its config.json: {error}") from error
     check_dense_config(config, str(directory))
     return config
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import typing
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ _WORDS = {
         "sinks": "sink",
         "softcap": "soft cap",
         "chunk": "分块",
-        "latent": "多头潜在注意力（MLA）",
+        "latent": "MLA 多头潜在注意力",
         "": "全注意力",
         "dense": "含稠密层",
         "moe": "全部为 MoE",
@@ -147,7 +148,7 @@ def main() -> int:
     return 0
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

@@ -364,18 +364,18 @@ REFUSED = {
     ),
     "tied but different": (lambda d: _with_config(d, tie_word_embeddings=True), CheckpointError, "lm_head"),
     "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, "config.json does not exist"),
-    "config no json": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "not valid JSON"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, "neither"),
+    "config no json": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "config.json cannot be read"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, r"holds no \*\.safetensors"),
     "truncated": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
         CheckpointError,
-        "damaged or incomplete",
+        "is truncated",
     ),
-    "no header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), CheckpointError, "not a safetensors"),
+    "no header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), CheckpointError, "of another format"),
     "index escapes": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
         CheckpointError,
-        "is not a file of",
+        "no safetensors file of this directory",
     ),
 }
 
