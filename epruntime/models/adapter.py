@@ -83,14 +83,18 @@ def read_generation_eos(path: Path) -> list[int]:
         config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
     except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{path}/generation_config.json cannot be read: {error}") from error
-    return as_ids(config.eos_token_id)
+    found = as_ids(config.eos_token_id)
+    if not all(type(token) is int for token in found):
+        raise CheckpointError(f"{path}/generation_config.json: eos_token_id is {config.eos_token_id!r}, not a token id "
+                              "or a list of them")
+    return found
 
 
 def as_ids(value: int | list[int] | None) -> list[int]:
     """Token ids from a field that transformers keeps as None, an int or a list."""
     if value is None:
         return []
-    return [value] if isinstance(value, int) else list(value)
+    return list(value) if isinstance(value, list) else [value]
 
 
 def is_native(model_type: str) -> bool:

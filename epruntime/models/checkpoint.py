@@ -51,6 +51,8 @@ class Checkpoint:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -79,10 +81,10 @@ def _files(path: Path) -> list[Path]:
         weight_map = _read_json(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path / _INDEX} has no weight_map")
-        names = set(weight_map.values())
-        for name in names:
+        for name in weight_map.values():
             if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
                 raise CheckpointError(f"{path / _INDEX} names {name!r}, which is no safetensors file of this directory")
+        names = set(weight_map.values())
         absent = sorted(n for n in names if not (path / n).is_file())
         if absent:
             raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")

@@ -56,7 +56,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         UnsupportedModelError: a tensor has a dtype that is not supported (for example an fp8 one).
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK: a pipe opens at once, and is refused below, instead of waiting for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
     try:

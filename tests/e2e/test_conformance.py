@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from epruntime.models.batch import ForwardBatch
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
 from epruntime.models.loader import load_model
 from epruntime.testing import tiny_models
@@ -27,6 +28,8 @@ _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention"]
 #: Variants beyond each type's tiny default.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{"sliding_window": 6}, {"rope_parameters": _LLAMA3}, {"rope_parameters": _LINEAR},
+                {"num_local_experts": 5, "hidden_size": 48, "head_dim": 20, "num_attention_heads": 6,
+                 "num_key_value_heads": 3, "vocab_size": 131},
                 {"num_key_value_heads": 1}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 8}],
     "qwen2_moe": [{**_SLIDING, "max_window_layers": 1}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2},
                   {"norm_topk_prob": True}, {"qkv_bias": False}],
@@ -39,9 +42,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "deepseek_v2": [{"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}, {"q_lora_rank": 0},
                     {"first_k_dense_replace": 0}],
     "deepseek_v3": [{"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, {"rope_interleave": False},
-                    {"attention_bias": True}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2}],
+                    {"attention_bias": True}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
+                    {"num_attention_heads": 6, "num_key_value_heads": 6, "kv_lora_rank": 20, "v_head_dim": 12,
+                     "n_routed_experts": 6, "n_group": 3}],
     "glm4_moe": [{"use_qk_norm": True}, {"attention_bias": True}, {"first_k_dense_replace": 0}],
-    "gpt_oss": [{"sliding_window": 3, "layer_types": _ALTERNATE}],
+    "gpt_oss": [{"sliding_window": 3, "layer_types": _ALTERNATE},
+                {"num_local_experts": 5, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 1}],
     "phimoe": [{"sliding_window": 6}, {"attention_bias": True}, {"lm_head_bias": True}],
     "ernie4_5_moe": [{"use_bias": True}, {"moe_layer_start_index": 0}],
     "cohere2_moe": [{"layer_types": _ALTERNATE}],
@@ -89,6 +95,7 @@ def test_bf16_is_as_near_as_eager_bf16(model_type: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, dtype="auto", moe=local_runtime())
     assert model.info.dtype == "bfloat16"
     found = compare(reference, model)
+    assert tuple(model.forward(ForwardBatch.idle()).shape) == (0, model.info.vocab_size)
     assert found.median_error <= 1.5 * found.median_eager_error + 1e-3 * found.largest_logit, found
 
 
@@ -110,8 +117,6 @@ def test_every_claimed_feature_is_reached() -> None:
 
 def test_idle_rank_and_no_logits(tmp_path: Path) -> None:
     """One padding row and no sequence runs through every layer, changes no cache slot and gives no logits."""
-    from epruntime.models.batch import ForwardBatch
-
     for model_type in ("mixtral", "deepseek_v3", "gpt_oss"):
         _, reference = tiny_models.build(model_type)
         path = tiny_models.save(reference, tmp_path / model_type)
