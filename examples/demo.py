@@ -82,7 +82,7 @@ class Transcript:
         mark = f"[{index + 1}]"
         if self.colour:
             mark = f"\033[{COLOURS[index % len(COLOURS)]}m{mark}\033[0m"
-        print(f"{mark} {line}", flush=True)
+        print(f"{mark} {line}".rstrip(), flush=True)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

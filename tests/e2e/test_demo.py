@@ -110,6 +110,7 @@ def test_runs_to_its_end_on_ray(model: Path, scratch: Path) -> None:
     demo = Demo(scratch, *options(model, "ray"))
     assert demo.end() == 0, "\n".join(demo.lines)
     text = "\n".join(demo.lines)
+    assert "SIGTERM received" not in text, "Ray's core took the signal for a crash"
     for number in range(1, 5):
         assert re.search(rf"^\[{number}\] \? ", text, re.MULTILINE)
         assert re.search(rf"^\[{number}\] -- \d+ tokens, (stop|length)$", text, re.MULTILINE)
