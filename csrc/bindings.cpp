@@ -261,6 +261,38 @@ Tensor combine_rows(const Tensor& rows, const Tensor& index, const Tensor& weigh
     return out;
 }
 
+Tensor pack_rows(const Tensor& x, const Tensor& token, const Tensor& slots, int64_t slots_at, int64_t row_bytes) {
+    const char* op = "pack_rows";
+    check(op, "x", x, kFloats, 2);
+    check(op, "token", token, {at::kLong}, 1);
+    check(op, "slots", slots, {at::kInt}, 2);
+    const int64_t rows = token.size(0), hidden_bytes = x.size(1) * x.element_size(), slots_bytes = 4 * slots.size(1);
+    require(rows == slots.size(0), op, ": ", rows, " tokens for ", slots.size(0), " rows of slots");
+    require(slots_at >= hidden_bytes && slots_at % 4 == 0, op, ": slots_at = ", slots_at,
+            " must be a multiple of 4 and leave room for ", hidden_bytes, " bytes of x");
+    require(row_bytes >= slots_at + slots_bytes, op, ": row_bytes = ", row_bytes, ", but the slots end at ",
+            slots_at + slots_bytes);
+    const int64_t* from = token.const_data_ptr<int64_t>();
+    for (int64_t n = 0; n < rows; ++n)
+        require(0 <= from[n] && from[n] < x.size(0), op, ": token[", n, "] = ", from[n], " is outside the ", x.size(0),
+                " rows of x");
+    Tensor message = at::empty({rows, row_bytes}, x.options().dtype(at::kByte));
+    const epruntime::RowPack args = {static_cast<const char*>(x.const_data_ptr()),
+                                     x.stride(0) * x.element_size(),
+                                     hidden_bytes,
+                                     from,
+                                     static_cast<const char*>(slots.const_data_ptr()),
+                                     slots.stride(0) * 4,
+                                     slots_bytes,
+                                     slots_at,
+                                     row_bytes,
+                                     static_cast<char*>(message.mutable_data_ptr())};
+    const py::gil_scoped_release unlocked;
+    const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, row_bytes));
+    at::parallel_for(0, rows, grain, [&](int64_t first, int64_t last) { epruntime::pack_rows(args, first, last); });
+    return message;
+}
+
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (const epruntime::Kernels* kernels : epruntime::supported_kernels()) names.emplace_back(kernels->name);
@@ -287,4 +319,5 @@ PYBIND11_MODULE(_C, m) {
     m.def("write_kv_cache", &write_kv_cache);
     m.def("paged_attention", &paged_attention);
     m.def("combine_rows", &combine_rows);
+    m.def("pack_rows", &pack_rows);
 }

@@ -17,4 +17,16 @@ void write_kv_rows(const CacheWrite& args, int64_t first_row, int64_t last_row) 
     }
 }
 
+void pack_rows(const RowPack& args, int64_t first_row, int64_t last_row) {
+    const int64_t slots_end = args.slots_at + args.slots_row_bytes;
+    for (int64_t n = first_row; n < last_row; ++n) {
+        char* to = args.message + n * args.row_bytes;
+        std::memcpy(to, args.x + args.token[n] * args.x_row_stride, static_cast<size_t>(args.x_row_bytes));
+        std::memset(to + args.x_row_bytes, 0, static_cast<size_t>(args.slots_at - args.x_row_bytes));
+        std::memcpy(to + args.slots_at, args.slots + n * args.slots_row_stride,
+                    static_cast<size_t>(args.slots_row_bytes));
+        std::memset(to + slots_end, 0, static_cast<size_t>(args.row_bytes - slots_end));
+    }
+}
+
 }  // namespace epruntime

@@ -22,4 +22,20 @@ struct CacheWrite {
 
 void write_kv_rows(const CacheWrite& args, int64_t first_row, int64_t last_row);
 
+// Message row n = x[token[n]], zeros up to slots_at, the slots, zeros up to row_bytes. Sizes and strides in bytes.
+struct RowPack {
+    const char* x;
+    int64_t x_row_stride;
+    int64_t x_row_bytes;
+    const int64_t* token;
+    const char* slots;
+    int64_t slots_row_stride;
+    int64_t slots_row_bytes;
+    int64_t slots_at;
+    int64_t row_bytes;
+    char* message;
+};
+
+void pack_rows(const RowPack& args, int64_t first_row, int64_t last_row);
+
 }  // namespace epruntime

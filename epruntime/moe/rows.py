@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from epruntime.moe.placement import Placement
+from epruntime.ops.dispatch import pack_rows
 
 #: Widest replica table: replicas are dealt to token rows in turn, with a period of at most this.
 _MAX_PERIOD = 256
@@ -119,11 +120,7 @@ class RowFormat:
 
     def pack(self, x_TH: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """-> uint8 [N, row_bytes]."""
-        message_NB = torch.empty((plan.token_N.shape[0], self.row_bytes), dtype=torch.uint8, device=x_TH.device)
-        message_NB[:, self.hidden_size * self.dtype.itemsize:] = 0
-        self.hidden_of(message_NB).copy_(x_TH[plan.token_N])
-        self.slots_of(message_NB).copy_(plan.slots_NK)
-        return message_NB
+        return pack_rows(x_TH, plan.token_N, plan.slots_NK, slots_at=self.slots_at, row_bytes=self.row_bytes)
 
     def hidden_of(self, message_NB: torch.Tensor) -> torch.Tensor:
         """[N, H] view in the model dtype."""

@@ -49,6 +49,24 @@ def combine_rows(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
         raise ValueError(f"{op}: index[{t}, {k}] = {int(index[t, k])} is outside the {rows.shape[0]} rows")
 
 
+def pack_rows(x: torch.Tensor, token: torch.Tensor, slots: torch.Tensor, slots_at: int, row_bytes: int) -> None:
+    op = "pack_rows"
+    _tensor(op, "x", x, FLOATS, 2, x)
+    _tensor(op, "token", token, (torch.int64,), 1, x)
+    _tensor(op, "slots", slots, (torch.int32,), 2, x)
+    _require(token.shape[0] == slots.shape[0], f"{op}: {token.shape[0]} tokens for {slots.shape[0]} rows of slots")
+    hidden_bytes, end = x.shape[1] * x.element_size(), slots_at + 4 * slots.shape[1]
+    _require(
+        slots_at >= hidden_bytes and slots_at % 4 == 0,
+        f"{op}: slots_at = {slots_at} must be a multiple of 4 and leave room for {hidden_bytes} bytes of x",
+    )
+    _require(row_bytes >= end, f"{op}: row_bytes = {row_bytes}, but the slots end at {end}")
+    wrong = ((token < 0) | (token >= x.shape[0])).nonzero().flatten()
+    if len(wrong):
+        n = int(wrong[0])
+        raise ValueError(f"{op}: token[{n}] = {int(token[n])} is outside the {x.shape[0]} rows of x")
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -159,3 +159,13 @@ def combine_rows(rows_MH: torch.Tensor, index_TK: torch.Tensor, weights_TK: torc
             term_TH = rows_MH[index_T.clamp(min=0)].float() * weights_TK[:, k, None]
             sum_TH = torch.where(index_T[:, None] >= 0, sum_TH + term_TH, sum_TH)
     return sum_TH.to(rows_MH.dtype)
+
+
+def pack_rows(
+    x_TH: torch.Tensor, token_N: torch.Tensor, slots_NK: torch.Tensor, slots_at: int, row_bytes: int
+) -> torch.Tensor:
+    message_NB = torch.zeros(token_N.shape[0], row_bytes, dtype=torch.uint8, device=x_TH.device)
+    for part, at in ((x_TH[token_N], 0), (slots_NK, slots_at)):
+        part_NB = part.contiguous().view(torch.uint8)
+        message_NB[:, at : at + part_NB.shape[1]] = part_NB
+    return message_NB

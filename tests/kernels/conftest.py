@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epruntime.ops import attention, combine, extension
+from epruntime.ops import attention, combine, dispatch, extension
 
 
 @pytest.fixture(params=["avx512", "avx2", "portable", "reference"])
@@ -15,7 +15,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Makes `epruntime.ops` run one implementation."""
     name = request.param
     if name == "reference":
-        for module in (attention, combine):
+        for module in (attention, combine, dispatch):
             monkeypatch.setattr(module, "load", lambda: None)
         yield name
         return

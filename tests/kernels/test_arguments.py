@@ -11,6 +11,7 @@ import torch
 
 from epruntime.ops.attention import paged_attention, write_kv_cache
 from epruntime.ops.combine import combine_rows
+from epruntime.ops.dispatch import pack_rows
 
 
 def attention_arguments() -> dict[str, Any]:
@@ -101,6 +102,30 @@ OTHERS: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = [
         "combine_rows: weights is torch.float64, must be torch.float32",
     ),
 ]
+
+
+PACK = [
+    ({"slots_at": 14}, "slots_at = 14 must be a multiple of 4 and leave room for 16 bytes of x"),
+    ({"slots_at": 18}, "slots_at = 18 must be a multiple of 4"),
+    ({"row_bytes": 20}, "row_bytes = 20, but the slots end at 24"),
+    ({"token_N": torch.tensor([0, 2])}, "token[1] = 2 is outside the 2 rows of x"),
+    ({"token_N": torch.tensor([-1, 1])}, "token[0] = -1 is outside the 2 rows of x"),
+    ({"token_N": torch.tensor([0])}, "1 tokens for 2 rows of slots"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), PACK, ids=[words for _, words in PACK])
+def test_pack_rows(implementation: str, change: dict[str, Any], words: str) -> None:
+    arguments = {
+        "x_TH": torch.zeros(2, 4),
+        "token_N": torch.tensor([1, 0]),
+        "slots_NK": torch.zeros(2, 2, dtype=torch.int32),
+        "slots_at": 16,
+        "row_bytes": 32,
+    }
+    pack_rows(**arguments)
+    with pytest.raises(ValueError, match=re.escape("pack_rows: " + words)):
+        pack_rows(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(("op", "arguments", "words"), OTHERS, ids=[words for _, _, words in OTHERS])
