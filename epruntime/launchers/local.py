@@ -153,9 +153,8 @@ class LocalLauncher(Launcher):
         except OSError as error:
             raise LaunchError(f"rank {bootstrap.slot} could not be started: {sys.executable}: {error}") from error
         except asyncio.CancelledError:
-            child = await starting  # milliseconds
-            child.kill()
-            child.wait()
+            with await starting as child:  # milliseconds
+                child.kill()
             raise
         return LocalProcess(child, bootstrap.slot)
 

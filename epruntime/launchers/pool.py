@@ -199,6 +199,13 @@ class RankPool:
         except LaunchError as error:
             self._fail_start(error)
             return
+        except Exception as error:  # noqa: BLE001 - whatever a launcher's library raises, nobody must wait for this rank
+            failure = LaunchError(
+                f"rank {seat.slot} on host {seat.host} could not be started: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._fail_start(failure)
+            return
         self._background(self._watching, self._watch(rank))
 
     def _on_join(self, connection: Connection) -> None:

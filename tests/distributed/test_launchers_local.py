@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -363,6 +364,29 @@ def test_a_cancelled_start_leaves_nothing(delay):
     run(body())
 
 
+def test_a_start_cancelled_while_a_process_is_being_made(monkeypatch):
+    started, made = [], threading.Event()
+    real = LocalLauncher._start
+
+    def slowly(self, letter):
+        started.append(real(self, letter))
+        made.set()
+        time.sleep(0.5)
+        return started[0]
+
+    monkeypatch.setattr(LocalLauncher, "_start", slowly)
+
+    async def body():
+        task = asyncio.create_task(RankPool.start(1, launcher=LocalLauncher(entry_module=ENTRY)))
+        await asyncio.to_thread(made.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_alive(started[0].pid)
+
+    run(body())
+
+
 COORDINATOR = """
 import asyncio, sys, threading
 from epruntime.launchers.local import LocalLauncher
@@ -404,6 +428,7 @@ def coordinator(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
 def test_no_rank_and_no_file_outlives_a_killed_coordinator(arguments):
     process, pids = coordinator(*arguments)
     with process:
+        os.kill(pids[0], signal.SIGSTOP)  # not even one that can do nothing for itself
         process.kill()
     assert wait_dead(pids, 5) == []
 
