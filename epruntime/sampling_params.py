@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Sampling and stopping of one request. Checked at construction; immutable afterwards.
 
+    The defaults are these for every model: what a checkpoint's generation_config.json says of sampling is not applied.
+
     Attributes:
         temperature: 0 is greedy (argmax, lowest id first on ties); else logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -47,9 +49,8 @@ class SamplingParams:
     skip_special_tokens: bool = field(default=True)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, math.inf, "use 0 for greedy, or a positive number")
         _number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]")
         if self.top_p <= 0.0:
@@ -78,6 +79,15 @@ class SamplingParams:
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
         return cls(**wire)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        return tuple(value or ())
+    except TypeError as error:
+        raise InvalidRequestError("must be a list", field=name, value=value) from error
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import types
+import typing
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -14,18 +17,30 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), cli: bool 
     return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
 
 
-def _check_choices(config: Any) -> None:
+def _check_fields(config: Any) -> None:
+    """Every value is of its field's declared type, and one of its choices."""
+    hints = typing.get_type_hints(type(config))
     for f in fields(config):
+        value, hint = getattr(config, f.name), hints[f.name]
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not any(_is_a(value, kind) for kind in allowed):
+            names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in allowed)
+            raise ConfigError(f"{f.name}={value!r}: must be {names}")
         choices = f.metadata.get("choices")
-        value = getattr(config, f.name)
         if choices and value is not None and value not in choices:
             raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _at_least(config: Any, minimum: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < minimum):
+        if value is not None and not value >= minimum:  # written so that NaN is refused
             raise ConfigError(f"{name}={value!r}: must be at least {minimum}")
 
 
@@ -33,16 +48,21 @@ def _at_least(config: Any, minimum: int, *names: str) -> None:
 class ModelConfig:
     """What is served."""
 
-    model: str = field(metadata={"help": "directory of a transformers MoE checkpoint (config.json, *.safetensors)",
-                                 "positional": True})
+    model: str = field(
+        metadata={"help": "directory of a transformers MoE checkpoint (config.json, *.safetensors)", "positional": True}
+    )
     tokenizer: str | None = option(None, "directory of the tokenizer; default: the model's own")
     served_model_name: str | None = option(None, "name shown to clients; default: the model directory's name")
-    dtype: str = option("auto", "dtype of weights and activations; auto: the checkpoint's own",
-                        choices=("auto", "float32", "bfloat16"))
+    dtype: str = option(
+        "auto", "dtype of weights and activations; auto: the checkpoint's own", choices=("auto", "float32", "bfloat16")
+    )
     max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own limit")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        for name in ("model", "tokenizer"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        _check_fields(self)
         _at_least(self, 1, "max_model_len")
 
 
@@ -54,19 +74,24 @@ class ParallelConfig:
     launcher: str = option("local", "what starts the ranks", choices=("local", "ray"))
     ray_address: str | None = option(None, "address of the Ray cluster; default: start one on this machine")
     transport: str = option("auto", "all-to-all transport; auto: the best supported", choices=("auto", "local", "gloo"))
-    experts_backend: str = option("auto", "expert MLP; auto: the best supported",
-                                  choices=("auto", "reference", "grouped_mm"))
-    invariance: str = option("strict", "strict: rows are padded so that library GEMMs give a row the same bits in any "
-                             "batch; fast: no padding", choices=("strict", "fast"))
-    exchange_budget_tokens: int = option(8192, "most rows a rank receives in one exchange round; larger steps run in "
-                                         "several rounds")
+    experts_backend: str = option(
+        "auto", "expert MLP; auto: the best supported", choices=("auto", "reference", "grouped_mm")
+    )
+    invariance: str = option(
+        "strict",
+        "strict: rows are padded so that library GEMMs give a row the same bits in any batch; fast: no padding",
+        choices=("strict", "fast"),
+    )
+    exchange_budget_tokens: int = option(
+        8192, "most rows a rank receives in one exchange round; larger steps run in several rounds"
+    )
     threads_per_rank: int | None = option(None, "compute threads per rank; default: this host's cores / its ranks")
     start_timeout_s: float = option(120.0, "seconds within which all ranks must have started")
     load_timeout_s: float = option(1800.0, "seconds within which all ranks must have loaded the model")
     step_timeout_s: float = option(120.0, "seconds within which a step must end on every rank")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_fields(self)
         _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank")
         _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s")
 
@@ -76,14 +101,18 @@ class CacheConfig:
     """The paged KV cache of each rank."""
 
     block_size: int = option(16, "tokens per KV block")
-    kv_cache_memory_gb: float | None = option(None, "KV budget per rank in GiB; default: what max_num_seqs sequences of "
-                                              "max_model_len need, at most a quarter of the free memory per rank")
+    kv_cache_memory_gb: float | None = option(
+        None,
+        "KV budget per rank in GiB; default: what max_num_seqs sequences of max_model_len need, at most a quarter of the "
+        "free memory per rank",
+    )
     num_kv_blocks: int | None = option(None, "KV blocks per rank; overrides kv_cache_memory_gb")
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt prefixes on the same rank")
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         _at_least(self, 1, "block_size", "num_kv_blocks")
-        if self.kv_cache_memory_gb is not None and self.kv_cache_memory_gb <= 0:
+        if self.kv_cache_memory_gb is not None and not self.kv_cache_memory_gb > 0:
             raise ConfigError(f"kv_cache_memory_gb={self.kv_cache_memory_gb!r}: must be positive")
 
 
@@ -97,13 +126,15 @@ class SchedulerConfig:
     max_queued_requests: int = option(4096, "requests accepted and not yet finished, beyond which new ones are refused")
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "max_queued_requests")
         if self.pipeline_depth > 2:
             raise ConfigError(f"pipeline_depth={self.pipeline_depth}: must be 1 or 2")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} is above max_num_batched_tokens={self.max_num_batched_tokens}: "
-                "every running sequence needs one token per step; lower the first or raise the second")
+                "every running sequence needs one token per step; lower the first or raise the second"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +147,7 @@ class ServeConfig:
     max_message_mb: int = option(16, "largest gRPC message accepted, MiB")
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be in 0..65535")
         _at_least(self, 0, "drain_timeout_s")
@@ -131,7 +163,12 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
 
-    SECTIONS: ClassVar[dict[str, type]] = {"model": ModelConfig, "parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+    SECTIONS: ClassVar[dict[str, type]] = {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+    }
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
