@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from epruntime.config import EngineConfig
 from epruntime.engine.async_llm import AsyncLLM
-from epruntime.engine.loop_thread import LoopThread
+from epruntime.engine.loop_thread import LoopThread, call_at_end
 from epruntime.engine.processor import Prompt
 from epruntime.engine.ranks import Ranks
 from epruntime.errors import InvalidRequestError
@@ -43,18 +42,17 @@ class LLM:
 
     def __init__(self, model: str, *, ranks: Ranks | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=str(model), **options)
+        own_loop = ranks is None
         self._loop_thread = LoopThread() if ranks is None else ranks.loop_thread
-        self._own_loop = ranks is None
-        self._closed = False
         try:
             self.engine: AsyncLLM = self._loop_thread.run(
                 AsyncLLM.create(self.config, rank_pool=None if ranks is None else ranks.pool)
             )
         except BaseException:
-            if self._own_loop:
+            if own_loop:
                 self._loop_thread.close()
             raise
-        self._finalizer = weakref.finalize(self, _stop, self._loop_thread, self.engine, self._own_loop)
+        self._stop = call_at_end(self, self._loop_thread, _stop, self._loop_thread, self.engine, own_loop)
 
     def generate(
         self,
@@ -112,7 +110,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Frees the model and stops the ranks that this object started. Safe to call again."""
-        self._finalizer()
+        self._stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -146,6 +144,10 @@ class LLM:
 
 
 def _stop(loop_thread: LoopThread, engine: AsyncLLM, own_loop: bool) -> None:
-    loop_thread.run(engine.shutdown())
-    if own_loop:
-        loop_thread.close()
+    if loop_thread.closed:  # the ranks that it was given were stopped first, and the engine with them
+        return
+    try:
+        loop_thread.run(engine.shutdown())
+    finally:
+        if own_loop:
+            loop_thread.close()

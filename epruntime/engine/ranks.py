@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
-from epruntime.engine.loop_thread import LoopThread
+from epruntime.engine.loop_thread import LoopThread, call_at_end
 from epruntime.launchers.base import Launcher
 from epruntime.launchers.pool import RankPool
 
@@ -20,7 +19,8 @@ class Ranks:
 
     Args:
         num_ranks: rank processes to start.
-        launcher: "local", "ray", or a launcher object; ray_address: an existing cluster, None starts one on this machine.
+        launcher: "local", "ray", or a launcher object.
+        ray_address: an existing cluster; None starts one on this machine.
         threads_per_rank: compute threads; None divides this host's cores.
         start_timeout_s: seconds within which all must have started.
 
@@ -51,18 +51,23 @@ class Ranks:
         except BaseException:
             self.loop_thread.close()
             raise
+        self._stop = call_at_end(self, self.loop_thread, _stop, self.loop_thread, self.pool)
 
     def shutdown(self) -> None:
-        """Stops the ranks. Safe to call again."""
-        if self.loop_thread.loop.is_closed():
-            return
-        self.loop_thread.run(self.pool.stop())
-        self.loop_thread.close()
+        """Stops the ranks, and with them every engine that uses them. Safe to call again."""
+        self._stop()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
+    ) -> None:
         self.shutdown()
+
+
+def _stop(loop_thread: LoopThread, pool: RankPool) -> None:
+    try:
+        loop_thread.run(pool.stop())
+    finally:
+        loop_thread.close()
