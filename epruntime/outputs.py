@@ -36,7 +36,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds on the engine's monotonic clock; None until reached."""
+    """Times in seconds on the engine's monotonic clock; None until reached.
+
+    Attributes:
+        arrival_time: accepted; scheduled_time: first given to a rank; first_token_time, finished_time: of the output.
+        num_preemptions: how often it lost its KV blocks and was computed again.
+    """
 
     arrival_time: float = 0.0
     scheduled_time: float | None = None

@@ -46,6 +46,7 @@ class EngineSource:
                     usage=Usage(prompt_tokens=len(output.prompt_token_ids), output_tokens=len(new.token_ids)),
                     seed=output.seed,
                     timing=Timing(
+                        queue_s=_since(metrics.arrival_time, metrics.scheduled_time),
                         ttft_s=_since(metrics.arrival_time, metrics.first_token_time),
                         e2e_s=_since(metrics.arrival_time, metrics.finished_time),
                         num_preemptions=metrics.num_preemptions,

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from epruntime.engine.processor import InputProcessor, Limits, Prompt
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
-from epruntime.errors import EngineDeadError, InvalidRequestError, QueueFullError, RequestNotFoundError
+from epruntime.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestNotFoundError,
+    UnavailableError,
+)
 from epruntime.launchers.pool import RankPool
 from epruntime.models.loader import inspect_model
 from epruntime.outputs import RequestOutput
@@ -71,9 +78,20 @@ class AsyncLLM:
         self._rid_of: dict[str, int] = {}
         self._rids = itertools.count(1)
         self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._name = config.model.served_model_name or Path(config.model.model).resolve().name
         self._started = time.time()
-        self._core = EngineCore(config, group.ranks, schedulers, on_updates=self._on_updates, on_dead=self._on_dead)
-        group.on_lost(self._on_rank_lost)
+        self._core = EngineCore(
+            config,
+            group.ranks,
+            schedulers,
+            on_scheduled=self._on_scheduled,
+            on_updates=self._on_updates,
+            on_dead=self._on_dead,
+        )
+        # the pool may outlive this engine by many others
+        self._forget_lost = group.on_lost(self._core.fail)
 
     @classmethod
     async def create(
@@ -88,9 +106,7 @@ class AsyncLLM:
         path = Path(config.model.model)
         await asyncio.to_thread(inspect_model, path)
         tokenizer_path = config.model.tokenizer
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer, tokenizer_path or path, required=tokenizer_path is not None
-        )
+        tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_path or path, required=tokenizer_path is not None)
         pool = rank_pool
         parallel = config.parallel
         if pool is None:
@@ -134,7 +150,8 @@ class AsyncLLM:
             request_id: unique among live requests; drawn when absent.
 
         Raises:
-            InvalidRequestError, QueueFullError, EngineDeadError.
+            InvalidRequestError, QueueFullError, RequestFailedError.
+            UnavailableError: the engine is draining or shut down. EngineDeadError: it cannot go on.
         """
         state = self._admit(prompt, sampling_params or SamplingParams(), request_id)
         try:
@@ -172,10 +189,9 @@ class AsyncLLM:
                 "kv_usage": scheduler.kv_usage,
                 **asdict(scheduler.counters),
             }
-        name = self.config.model.served_model_name or Path(self.config.model.model).resolve().name
         return {
             "version": __version__,
-            "model": {"name": name, "max_model_len": self.limits.max_model_len, **self._group.info},
+            "model": {"name": self._name, "max_model_len": self.limits.max_model_len, **self._group.info},
             "engine": {
                 "expert_parallel_size": parallel.expert_parallel_size,
                 "launcher": parallel.launcher,
@@ -197,16 +213,16 @@ class AsyncLLM:
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the running ones; True if all ended within `timeout_s` seconds."""
         self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._requests and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
         return not self._requests
 
     async def shutdown(self) -> None:
         """Ends all requests, unloads the model, and stops the ranks unless they were given. Safe to call again."""
         self._draining = True
+        self._forget_lost()
         for state in list(self._requests.values()):
-            state.fail(EngineDeadError("the engine is shut down"))
+            state.fail(UnavailableError("the engine was shut down before this request ended"))
         await self._core.stop()
         if self._own_pool is not None:
             await self._own_pool.stop()
@@ -215,9 +231,9 @@ class AsyncLLM:
 
     def _admit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestState:
         if self._core.dead_error is not None:
-            raise self._core.dead_error
+            raise self._core.dead_error.with_traceback(None)  # else each raise would add its frames to the last one's
         if self._draining:
-            raise EngineDeadError("the engine is shutting down and takes no new requests")
+            raise UnavailableError("the engine is shutting down and takes no new requests")
         limit = self.config.scheduler.max_queued_requests
         if len(self._requests) >= limit:
             raise QueueFullError(f"{limit} requests are queued or running (max_queued_requests); try again later")
@@ -225,20 +241,26 @@ class AsyncLLM:
         if request_id in self._rid_of:
             raise InvalidRequestError("a live request has this id", field="request_id", value=request_id)
         rid = next(self._rids)
-        request = self._processor.process(
-            prompt, params, rid=rid, request_id=request_id, arrival_time=time.monotonic()
-        )
+        request = self._processor.process(prompt, params, rid=rid, request_id=request_id, arrival_time=time.monotonic())
         state = RequestState(request, self._tokenizer)
         self._core.add(request)
         self._requests[rid] = state
         self._rid_of[request_id] = rid
+        self._idle.clear()
         return state
 
     def _release(self, state: RequestState) -> None:
         rid = state.request.rid
         self._requests.pop(rid, None)
         self._rid_of.pop(state.request.request_id, None)
+        if not self._requests:
+            self._idle.set()
         self._core.drop(rid)
+
+    def _on_scheduled(self, rid: int) -> None:
+        state = self._requests.get(rid)
+        if state is not None:
+            state.scheduled()
 
     def _on_updates(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
@@ -248,9 +270,6 @@ class AsyncLLM:
             state.update(update)
             if state.finished:  # by a stop string, or by the rank, for which dropping does nothing
                 self._core.drop(update.rid)
-
-    def _on_rank_lost(self, error: EngineDeadError) -> None:
-        self._core.fail(error)
 
     def _on_dead(self, error: EngineDeadError) -> None:
         for state in self._requests.values():

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 from epruntime.config import EngineConfig
 from epruntime.engine.processor import EngineRequest
 from epruntime.engine.router import Router
 from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
 from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
-from epruntime.launchers.pool import RankHandle
+from epruntime.launchers.handle import RankHandle, Reply
 from epruntime.plan import StepResult
 
 logger = logging.getLogger("epruntime.engine.core")
 
-#: when one rank fails, how long to wait for the news of which rank was lost, so that the error names it
+#: When one rank fails, how long the news of which rank was lost may take, so that the error names it; and by how much
+#: a step may overrun its limit, so that ranks which wait for a stuck one run into the limit first and say for whom.
 _BLAME_WINDOW_S = 3.0
 
 
@@ -33,8 +34,6 @@ class CoreStats:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    step_seconds: float = 0.0
-    started: float = field(default_factory=time.monotonic)
 
 
 class EngineCore:
@@ -43,6 +42,7 @@ class EngineCore:
     Args:
         ranks: one handle per attention group, loaded with the model.
         schedulers: one per rank, same order.
+        on_scheduled: called with the rid of each request that enters a rank, again after a preemption.
         on_updates: called with the new tokens of each step.
         on_dead: called once, with the error, when the engine cannot go on.
     """
@@ -53,6 +53,7 @@ class EngineCore:
         ranks: Sequence[RankHandle],
         schedulers: Sequence[GroupScheduler],
         *,
+        on_scheduled: Callable[[int], None],
         on_updates: Callable[[list[TokenUpdate]], None],
         on_dead: Callable[[EngineDeadError], None],
     ) -> None:
@@ -60,8 +61,7 @@ class EngineCore:
         self._depth = config.scheduler.pipeline_depth
         self._step_timeout_s = config.parallel.step_timeout_s
         self._router = Router(len(self.schedulers))
-        self._group_of: dict[int, int] = {}
-        self._on_updates, self._on_dead = on_updates, on_dead
+        self._on_scheduled, self._on_updates, self._on_dead = on_scheduled, on_updates, on_dead
         self._wake = asyncio.Event()
         self._next_step = 0
         self.stats = CoreStats()
@@ -79,12 +79,11 @@ class EngineCore:
         except EPRuntimeError:
             self._router.release(request.rid)
             raise
-        self._group_of[request.rid] = group
         self._wake.set()
 
     def drop(self, rid: int) -> None:
         """Forgets a request that is not wanted any more; unknown rids are ignored (it may just have ended)."""
-        group = self._forget(rid)
+        group = self._router.release(rid)
         if group is not None:
             self.schedulers[group].drop(rid)
 
@@ -100,17 +99,15 @@ class EngineCore:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        in_flight: deque[list[asyncio.Future[StepResult]]] = deque()
+        in_flight: deque[list[asyncio.Future[Reply]]] = deque()
         try:
             while True:
                 while len(in_flight) < self._depth and any(s.has_work for s in self.schedulers):
                     in_flight.append(self._send_step())
                 if in_flight:
-                    began = time.monotonic()
                     results = await self._collect(in_flight[0])
                     in_flight.popleft()
                     self._apply(results)
-                    self.stats.step_seconds += time.monotonic() - began
                 else:
                     self._wake.clear()
                     await self._wake.wait()
@@ -128,40 +125,62 @@ class EngineCore:
             for futures in in_flight:
                 for future in futures:
                     future.cancel()
-                    future.add_done_callback(_retrieve)  # what became of it is known, and is no news
 
-    def _send_step(self) -> list[asyncio.Future[StepResult]]:
+    def _send_step(self) -> list[asyncio.Future[Reply]]:
         """Makes and sends the next step's plan for every rank; an idle rank gets an empty one."""
         step, self._next_step = self._next_step, self._next_step + 1
-        return [
-            asyncio.ensure_future(self._call(rank, scheduler.plan(step).to_wire()))
-            for rank, scheduler in zip(self._ranks, self.schedulers, strict=True)
-        ]
+        futures = []
+        for rank, scheduler in zip(self._ranks, self.schedulers, strict=True):
+            plan = scheduler.plan(step)
+            futures.append(rank.call("plan", plan=plan.to_wire()))
+            for new in plan.new:
+                self._on_scheduled(new.rid)
+        return futures
 
-    async def _call(self, rank: RankHandle, plan: list[object]) -> StepResult:
-        reply = await rank.call("plan", timeout_s=self._step_timeout_s, plan=plan)
-        return StepResult.from_wire(reply["result"])
-
-    async def _collect(self, futures: list[asyncio.Future[StepResult]]) -> list[StepResult]:
-        """Waits for every rank's result of one step.
+    async def _collect(self, futures: list[asyncio.Future[Reply]]) -> list[StepResult]:
+        """Waits for every rank's result of the oldest step in flight.
 
         Raises:
-            RankLostError: naming the lost rank, also where other ranks complained first.
+            RankLostError: naming the rank that died or is stuck, also where other ranks complained first.
             EngineDeadError: a rank could not go on.
         """
-        await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-        if any(f.done() and f.exception() is not None for f in futures):
-            await asyncio.wait(futures, timeout=_BLAME_WINDOW_S)
-            raise self._blame([f.exception() for f in futures if f.done()])
-        return [f.result() for f in futures]
+        _, pending = await asyncio.wait(
+            futures, timeout=self._step_timeout_s + _BLAME_WINDOW_S, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if pending or any(future.exception() is not None for future in futures):
+            if len(pending) < len(futures):
+                await asyncio.wait(futures, timeout=_BLAME_WINDOW_S)
+            raise self._blame(futures)
+        return [StepResult.from_wire(future.result()["result"]) for future in futures]
 
-    def _blame(self, errors: Sequence[BaseException | None]) -> BaseException:
-        """The error that is a cause: a rank's confirmed end, else a rank's own error, else what peers said of each other."""
+    def _blame(self, futures: Sequence[asyncio.Future[Reply]]) -> BaseException:
+        """The cause among the errors of one step.
+
+        A rank's confirmed end, else a rank's own error, else what peers say of a rank that has not answered, else that
+        it has not answered, else what peers say of each other.
+        """
         for rank in self._ranks:
             if isinstance(rank.lost, RankLostError):
                 return rank.lost
-        found = [error for error in errors if error is not None]
-        return next((error for error in found if not isinstance(error, RankLostError)), found[0])
+        errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
+        accusations = [error for error in errors if isinstance(error, RankLostError)]
+        silent = [rank.info for rank, future in zip(self._ranks, futures, strict=True) if not future.done()]
+        silent_slots = {info.slot for info in silent}
+        return next(
+            chain(
+                (error for error in errors if not isinstance(error, RankLostError)),
+                (error for error in accusations if error.slot in silent_slots),
+                (
+                    RankLostError(
+                        slot=info.slot,
+                        host=info.host,
+                        detail=f"it did not end a step within {self._step_timeout_s:g} s (step_timeout_s)",
+                    )
+                    for info in silent
+                ),
+                accusations,
+            )
+        )
 
     def _apply(self, results: list[StepResult]) -> None:
         self.stats.steps += 1
@@ -171,23 +190,12 @@ class EngineCore:
             updates = scheduler.apply(result)
             for update in updates:
                 if update.finish:
-                    self._forget(update.rid)
+                    self._router.release(update.rid)
             if updates:
                 self._on_updates(updates)
-
-    def _forget(self, rid: int) -> int | None:
-        group = self._group_of.pop(rid, None)
-        if group is not None:
-            self._router.release(rid)
-        return group
 
     def _die(self, error: EngineDeadError) -> None:
         if self.dead_error is None:
             logger.error("the engine is dead: %s", error)
             self.dead_error = error
             self._on_dead(error)
-
-
-def _retrieve(future: asyncio.Future[StepResult]) -> None:
-    if not future.cancelled():
-        future.exception()

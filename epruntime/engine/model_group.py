@@ -13,6 +13,9 @@ from epruntime.launchers.pool import RankHandle, RankPool
 
 logger = logging.getLogger("epruntime.engine.model_group")
 
+#: How much later than a rank the coordinator gives up, so that the rank's own error, which says whom it waited for,
+#: comes first.
+_GRACE_S = 3.0
 _STATS_TIMEOUT_S = 30.0
 _UNLOAD_TIMEOUT_S = 60.0
 
@@ -52,79 +55,83 @@ class ModelGroup:
         generation = pool.next_generation()
         host, port = pool.store_address
         hosts = [rank.info.host for rank in ranks]
-        configured = await _gather([
-            rank.call(
-                "configure",
-                timeout_s=parallel.start_timeout_s,
-                generation=generation,
-                ep_rank=index,
-                world_size=size,
-                store_host=host,
-                store_port=port,
-                hosts=hosts,
-                transport=parallel.transport,
-                experts_backend=parallel.experts_backend,
-                invariance=parallel.invariance,
-                exchange_budget_tokens=parallel.exchange_budget_tokens,
-                step_timeout_s=parallel.step_timeout_s,
-                threads=parallel.threads_per_rank,
-            )
-            for index, rank in enumerate(ranks)
-        ])
+        configured = await _gather(
+            [
+                rank.call(
+                    "configure",
+                    timeout_s=parallel.step_timeout_s + _GRACE_S,
+                    generation=generation,
+                    ep_rank=index,
+                    world_size=size,
+                    store_host=host,
+                    store_port=port,
+                    hosts=hosts,
+                    transport=parallel.transport,
+                    experts_backend=parallel.experts_backend,
+                    invariance=parallel.invariance,
+                    exchange_budget_tokens=parallel.exchange_budget_tokens,
+                    step_timeout_s=parallel.step_timeout_s,
+                    threads=parallel.threads_per_rank,
+                )
+                for index, rank in enumerate(ranks)
+            ]
+        )
         memory = cache.kv_cache_memory_gb
-        loaded = await _gather([
-            rank.call(
-                "load",
-                timeout_s=parallel.load_timeout_s,
-                on_progress=_rank_progress(progress, index, size),
-                model=str(config.model.model),
-                dtype=config.model.dtype,
-                max_model_len=config.model.max_model_len,
-                block_size=cache.block_size,
-                num_kv_blocks=cache.num_kv_blocks,
-                kv_cache_memory_bytes=None if memory is None else int(memory * 2**30),
-                ranks_on_host=hosts.count(hosts[index]),
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            )
-            for index, rank in enumerate(ranks)
-        ])
+        loaded = await _gather(
+            [
+                rank.call(
+                    "load",
+                    timeout_s=parallel.load_timeout_s,
+                    on_progress=_rank_progress(progress, index, size),
+                    model=str(config.model.model),
+                    dtype=config.model.dtype,
+                    max_model_len=config.model.max_model_len,
+                    block_size=cache.block_size,
+                    num_kv_blocks=cache.num_kv_blocks,
+                    kv_cache_memory_bytes=None if memory is None else int(memory * 2**30),
+                    ranks_on_host=hosts.count(hosts[index]),
+                    max_num_seqs=scheduler.max_num_seqs,
+                    max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                )
+                for index, rank in enumerate(ranks)
+            ]
+        )
         return cls(pool, ranks, generation, configured[0]["transport"], loaded)
 
     async def stats(self) -> list[dict[str, Any]]:
         """One dict per rank: who it is, and its own statistics."""
         replies = await _gather([rank.call("stats", timeout_s=_STATS_TIMEOUT_S) for rank in self.ranks])
         out = []
-        for rank, reply, blocks, report in zip(
-            self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True
-        ):
+        for rank, reply, blocks, report in zip(self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True):
             info = rank.info
-            out.append({
-                "slot": info.slot,
-                "incarnation": info.incarnation,
-                "host": info.host,
-                "local_rank": info.local_rank,
-                "pid": info.pid,
-                "signature": dict(info.signature),
-                "num_kv_blocks": blocks,
-                "load": report,
-                **{key: value for key, value in reply.items() if key not in ("type", "id")},
-            })
+            out.append(
+                {
+                    "slot": info.slot,
+                    "incarnation": info.incarnation,
+                    "host": info.host,
+                    "local_rank": info.local_rank,
+                    "pid": info.pid,
+                    "signature": dict(info.signature),
+                    "num_kv_blocks": blocks,
+                    "load": report,
+                    **{key: value for key, value in reply.items() if key not in ("type", "id")},
+                }
+            )
         return out
 
     async def unload(self) -> None:
         """Frees the model on all ranks; they stay up for the next one."""
         await _gather([rank.call("unload", timeout_s=_UNLOAD_TIMEOUT_S) for rank in self.ranks])
 
-    def on_lost(self, callback: Callable[[EngineDeadError], None]) -> None:
-        """Calls back when a rank of this group is lost, also while no step runs."""
+    def on_lost(self, callback: Callable[[EngineDeadError], None]) -> Callable[[], None]:
+        """Calls back when a rank of this group is lost, also while no step runs; returns what takes it back."""
         slots = {rank.info.slot for rank in self.ranks}
 
         def mine(error: RankLostError) -> None:
             if error.slot in slots:
                 callback(error)
 
-        self._pool.on_lost(mine)
+        return self._pool.on_lost(mine)
 
 
 def _rank_progress(

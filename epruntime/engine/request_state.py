@@ -41,6 +41,11 @@ class RequestState:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
+    def scheduled(self) -> None:
+        """A rank has been given the request; the first time counts, for a preempted one comes again."""
+        if self.metrics.scheduled_time is None:
+            self.metrics = replace(self.metrics, scheduled_time=time.monotonic())
+
     def update(self, update: TokenUpdate) -> None:
         """Takes the next token; afterwards `finished` says whether a rank or a stop string has ended the request."""
         token, finish, logprobs = update.token, update.finish, update.logprobs
@@ -94,7 +99,7 @@ class RequestState:
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # the requests of a dead engine share one error
         return self.snapshot()
 
     def snapshot(self) -> RequestOutput:

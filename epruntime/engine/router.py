@@ -17,10 +17,6 @@ class Router:
         self._assigned: dict[int, tuple[int, int]] = {}
 
     @property
-    def num_groups(self) -> int:
-        return len(self._loads)
-
-    @property
     def loads(self) -> tuple[int, ...]:
         """Outstanding tokens per group."""
         return tuple(self._loads)
@@ -36,11 +32,9 @@ class Router:
         self._loads[group] += num_tokens
         return group
 
-    def group_of(self, rid: int) -> int:
-        """The group that holds `rid`. KeyError if it is not assigned."""
-        return self._assigned[rid][0]
-
-    def release(self, rid: int) -> None:
-        """Request `rid` has ended. KeyError if it is not assigned."""
-        group, num_tokens = self._assigned.pop(rid)
-        self._loads[group] -= num_tokens
+    def release(self, rid: int) -> int | None:
+        """Request `rid` has ended. Returns the group that held it, None if it is not assigned (it ended before)."""
+        group, num_tokens = self._assigned.pop(rid, (None, 0))
+        if group is not None:
+            self._loads[group] -= num_tokens
+        return group

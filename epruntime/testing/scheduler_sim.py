@@ -19,8 +19,9 @@ VOCAB_SIZE = 11
 
 
 def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), logprobs: int = -1) -> SamplingSpec:
-    return SamplingSpec(temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens,
-                        logprobs=logprobs)
+    return SamplingSpec(
+        temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens, logprobs=logprobs
+    )
 
 
 def audit(scheduler: GroupScheduler) -> None:
@@ -46,18 +47,44 @@ class SchedulerSim:
     The depth may be any; beyond 2 it puts rules to the test that 2 never strains.
     """
 
-    def __init__(self, *, num_groups: int = 1, depth: int = 2, block_size: int = 2, num_kv_blocks: int = 8,
-                 max_num_seqs: int = 4, max_num_batched_tokens: int = 8, max_model_len: int = 1000,
-                 prefix_caching: bool = True, late: bool = False, check: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_groups: int = 1,
+        depth: int = 2,
+        block_size: int = 2,
+        num_kv_blocks: int = 8,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 8,
+        max_model_len: int = 1000,
+        prefix_caching: bool = True,
+        late: bool = False,
+        check: bool = True,
+    ) -> None:
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.depth = depth
         self.schedulers = [
-            GroupScheduler(config, block_size=block_size, num_kv_blocks=num_kv_blocks, prefix_caching=prefix_caching,
-                           max_model_len=max_model_len) for _ in range(num_groups)]
+            GroupScheduler(
+                config,
+                block_size=block_size,
+                num_kv_blocks=num_kv_blocks,
+                prefix_caching=prefix_caching,
+                max_model_len=max_model_len,
+            )
+            for _ in range(num_groups)
+        ]
         self.ranks = [
-            FakeRank(num_blocks=num_kv_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
-                     max_num_batched_tokens=max_num_batched_tokens, vocab_size=VOCAB_SIZE, late=late, check=check)
-            for _ in range(num_groups)]
+            FakeRank(
+                num_blocks=num_kv_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                vocab_size=VOCAB_SIZE,
+                late=late,
+                check=check,
+            )
+            for _ in range(num_groups)
+        ]
         self.router = Router(num_groups)
         self.prompts: dict[int, tuple[list[int], SamplingSpec]] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -84,8 +111,9 @@ class SchedulerSim:
 
     def drop(self, rid: int) -> None:
         """What the front end does on an abort, an expiry or a stop string."""
-        self.schedulers[self.router.group_of(rid)].drop(rid)
-        self.router.release(rid)
+        group = self.router.release(rid)
+        assert group is not None
+        self.schedulers[group].drop(rid)
         self.ended[rid] = -1
         self.audit()
 
@@ -146,7 +174,7 @@ class SchedulerSim:
             if rid in self.ended and self.ended[rid] >= 0:
                 assert (self.outputs[rid], self.ended[rid]) == (tokens, finish), f"request {rid}"
             else:
-                assert self.outputs[rid] == tokens[:len(self.outputs[rid])], f"request {rid}"
+                assert self.outputs[rid] == tokens[: len(self.outputs[rid])], f"request {rid}"
 
     def audit(self) -> None:
         for scheduler in self.schedulers:

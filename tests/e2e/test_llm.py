@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,10 @@ def test_outputs_come_in_order_one_parameter_set_each(model: Path, ranks: Ranks)
     assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 21))
     assert [o.prompt_token_ids for o in outputs] == [p["prompt_token_ids"] for p in prompts]
     assert alone[0].outputs[0].token_ids == outputs[7].outputs[0].token_ids
+    for output in outputs:
+        times = output.metrics
+        assert times.arrival_time < times.scheduled_time < times.first_token_time <= times.finished_time
+    assert ranks.pool._lost_callbacks == []  # nothing that outlives the engine holds it
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(model: Path, ranks: Ranks) -> None:
@@ -146,7 +151,29 @@ def test_a_killed_rank_ends_every_request_by_name(model: Path, busy: bool) -> No
         assert len(errors) == (6 if busy else 0)
         for error in [*errors, llm.engine.dead_error]:
             assert isinstance(error, RankLostError), error
-            assert error.slot == 1 and "SIGKILL" in str(error)
-        with pytest.raises(EngineDeadError):
+            assert error.slot == 1
+            assert "SIGKILL" in str(error)
+        with pytest.raises(EngineDeadError) as caught:
             llm.generate(_ids(3), GREEDY, use_tqdm=False)
+        assert len(traceback.extract_tb(caught.value.__traceback__)) < 20  # those of this call only
         llm.shutdown()
+
+
+def test_a_stuck_rank_is_named(model: Path) -> None:
+    with Ranks(3, threads_per_rank=1) as ranks:
+        with LLM(model, ranks=ranks, expert_parallel_size=3, step_timeout_s=2, **OPTIONS) as llm:
+            llm.generate(_ids(3), GREEDY, use_tqdm=False)
+            os.kill(ranks.pool.ranks[2].info.pid, signal.SIGSTOP)
+            with pytest.raises(RankLostError) as caught:
+                llm.generate([_ids(3), _ids(4), _ids(5)], GREEDY, use_tqdm=False)
+        assert caught.value.slot == 2
+
+
+def test_what_was_shut_down_says_so(model: Path) -> None:
+    ranks = Ranks(1, threads_per_rank=1)
+    llm = LLM(model, ranks=ranks, **OPTIONS)
+    ranks.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate(_ids(3), GREEDY, use_tqdm=False)
+    llm.shutdown()
+    ranks.shutdown()
