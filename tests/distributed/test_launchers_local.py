@@ -459,6 +459,17 @@ def test_rank_output_is_forwarded_with_its_level(caplog):
     assert max(map(len, lines)) < 10_000
 
 
+def test_whatever_a_launcher_raises_ends_the_start_at_once():
+    class Broken(LocalLauncher):
+        async def spawn(self, bootstrap):
+            raise RuntimeError("boom")
+
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 0 on host .* could not be started: RuntimeError: boom"):
+        run(RankPool.start(1, launcher=Broken(), start_timeout_s=60))
+    assert time.monotonic() - began < 20
+
+
 def test_cores_are_divided(tmp_path):
     assert threads_each(8, 3) == 2
     assert threads_each(2, 3) == 1
