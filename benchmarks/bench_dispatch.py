@@ -75,8 +75,15 @@ def layers(group: GroupInfo, args: argparse.Namespace) -> dict[int, dict[str, fl
     dtype = getattr(torch, args.dtype)
     transport = make_transport("auto", group)
     context = StepContext()
-    runtime = MoERuntime(transport=transport, placement_for=lambda n: contiguous(n, group.world_size), backend="auto",
-                         strict=True, budget_rows=8192, context=context, stats=MoEStats())
+    runtime = MoERuntime(
+        transport=transport,
+        placement_for=lambda n: contiguous(n, group.world_size),
+        backend="auto",
+        strict=True,
+        budget_rows=8192,
+        context=context,
+        stats=MoEStats(),
+    )
     everything = random_experts(args.experts, args.hidden, args.intermediate, dtype=dtype)
     layer = runtime.make_layer(0, args.experts, take_experts(everything, runtime.local_experts(args.experts)))
     real = layer.backend
@@ -84,12 +91,15 @@ def layers(group: GroupInfo, args: argparse.Namespace) -> dict[int, dict[str, fl
     found: dict[int, dict[str, float]] = {}
     for tokens in TOKENS:
         x = torch.randn(tokens, args.hidden, generator=generator).to(dtype)
-        ids = torch.rand(tokens, args.experts, generator=generator).argsort(1)[:, :args.top_k]
+        ids = torch.rand(tokens, args.experts, generator=generator).argsort(1)[:, : args.top_k]
         factors = torch.rand(tokens, args.top_k, generator=generator)
         context.num_tokens = tokens
         found[tokens] = {}
-        for name, backend, calls in (("exchange", NoExperts(False), 20), ("grouping", NoExperts(True), 20),
-                                     ("experts", real, 2)):
+        for name, backend, calls in (
+            ("exchange", NoExperts(False), 20),
+            ("grouping", NoExperts(True), 20),
+            ("experts", real, 2),
+        ):
             layer.backend = backend
             call = functools.partial(layer.forward, x, ids, factors)
             found[tokens][name] = least_us(call, calls, args.repeats, transport.barrier)
@@ -101,18 +111,25 @@ def transport_calls(group: GroupInfo, args: argparse.Namespace) -> dict[str, flo
     transport = make_transport("gloo", group)
     world = group.world_size
     counts = torch.zeros(world, dtype=torch.int64)
-    found = {"all_gather_counts": least_us(lambda: transport.all_gather_counts(counts), 50, args.repeats,
-                                            transport.barrier)}
+    found = {
+        "all_gather_counts": least_us(lambda: transport.all_gather_counts(counts), 50, args.repeats, transport.barrier)
+    }
     for kib in (4, 64, 1024):
         rows = torch.zeros((4 * world, kib * 256), dtype=torch.uint8)
         found[f"all_to_all_rows {kib} KiB per peer"] = least_us(
             lambda rows=rows: transport.all_to_all_rows(rows, [4] * world, [4] * world).wait(),
-            50 if kib < 1024 else 10, args.repeats, transport.barrier)
+            50 if kib < 1024 else 10,
+            args.repeats,
+            transport.barrier,
+        )
     # What the transport does not use: gloo's collective for the same exchange.
     rows, received = torch.zeros((2, 4 * world, 1024), dtype=torch.uint8)
     found["gloo's own alltoall_base, 4 KiB per peer"] = least_us(
         lambda: transport._group.alltoall_base(received, rows, [4] * world, [4] * world).wait(),  # type: ignore[attr-defined]
-        50, args.repeats, transport.barrier)
+        50,
+        args.repeats,
+        transport.barrier,
+    )
     transport.close()
     return found
 
@@ -134,25 +151,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the report here")
     args = parser.parse_args()
     lines = [
-        "# MoE dispatch and combine on the CPU", "",
-        f"Command: `python {' '.join([Path('benchmarks', Path(sys.argv[0]).name).as_posix(), *sys.argv[1:]])}`", "",
+        "# MoE dispatch and combine on the CPU",
+        "",
+        f"Command: `python {' '.join([Path('benchmarks', Path(sys.argv[0]).name).as_posix(), *sys.argv[1:]])}`",
+        "",
         f"{os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}, torch {torch.__version__}, one "
         f"thread per rank, load average {os.getloadavg()[0]:.1f} at the start. Microseconds, fastest of {args.repeats} "
-        "batches, slowest rank.", ""]
-    lines += ["| gloo, one host | " + " | ".join(f"{r} ranks" for r in args.ranks if r > 1) + " |",
-              "|---|" + "---|" * sum(r > 1 for r in args.ranks)]
+        "batches, slowest rank.",
+        "",
+    ]
+    lines += [
+        "| gloo, one host | " + " | ".join(f"{r} ranks" for r in args.ranks if r > 1) + " |",
+        "|---|" + "---|" * sum(r > 1 for r in args.ranks),
+    ]
     calls = [slowest(run_ranks(r, transport_calls, args, timeout_s=120)) for r in args.ranks if r > 1]
     lines += [f"| {name} | " + " | ".join(f"{found[name]:.0f}" for found in calls) + " |" for name in calls[0]]
     if not args.transport_only:
-        lines += ["", f"A layer: hidden {args.hidden}, {args.experts} experts, top-{args.top_k}, intermediate "
-                  f"{args.intermediate}, {args.dtype}; tokens per rank.", "",
-                  "| ranks | tokens | exchange | with grouping | with experts |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"A layer: hidden {args.hidden}, {args.experts} experts, top-{args.top_k}, intermediate "
+            f"{args.intermediate}, {args.dtype}; tokens per rank.",
+            "",
+            "| ranks | tokens | exchange | with grouping | with experts |",
+            "|---|---|---|---|---|",
+        ]
         for ranks in args.ranks:
             results = run_ranks(ranks, layers, args, timeout_s=300)
             for tokens in TOKENS:
                 row = slowest([result[tokens] for result in results])
-                lines.append(f"| {ranks} | {tokens} | {row['exchange']:.0f} | {row['grouping']:.0f} | "
-                             f"{row['experts']:.0f} |")
+                lines.append(
+                    f"| {ranks} | {tokens} | {row['exchange']:.0f} | {row['grouping']:.0f} | {row['experts']:.0f} |"
+                )
     report = "\n".join(lines) + "\n"
     print(report)
     if args.out:

@@ -30,8 +30,15 @@ def make_checkpoint(path: Path, layers: int) -> None:
     from epruntime.testing import tiny_models
 
     _, model = tiny_models.build(
-        "qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=layers, hidden_size=512, moe_intermediate_size=256,
-        num_experts=64, num_experts_per_tok=8, vocab_size=16384)
+        "qwen3_moe",
+        dtype=torch.bfloat16,
+        num_hidden_layers=layers,
+        hidden_size=512,
+        moe_intermediate_size=256,
+        num_experts=64,
+        num_experts_per_tok=8,
+        vocab_size=16384,
+    )
     tiny_models.save(model, path, max_shard_size="100MB")
 
 
@@ -96,9 +103,15 @@ def measure(path: Path, warm: Path, rank: int, size: int) -> dict[str, float]:
     after = io_counts()
     report = model.load_report
     return {
-        "needed": report.needed_bytes, "checkpoint": report.checkpoint_bytes, "headers": report.header_bytes,
-        "rchar": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
-        "pss_peak": max(pss.peak, pss.end) - pss.start, "pss_end": pss.end - pss.start, "seconds": seconds}
+        "needed": report.needed_bytes,
+        "checkpoint": report.checkpoint_bytes,
+        "headers": report.header_bytes,
+        "rchar": after["rchar"] - before["rchar"],
+        "disk": after["read_bytes"] - before["read_bytes"],
+        "pss_peak": max(pss.peak, pss.end) - pss.start,
+        "pss_end": pss.end - pss.start,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
@@ -122,7 +135,11 @@ def main() -> None:
             for rank in range(size):
                 out = subprocess.run(
                     [sys.executable, __file__, "--measure", str(path), str(warm), str(rank), str(size)],
-                    check=True, capture_output=True, text=True, timeout=600)
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
                 found = json.loads(out.stdout.splitlines()[-1])
                 rows.append((size, rank, found))
                 print(f"EP {size} rank {rank}: {found}", file=sys.stderr)
@@ -138,20 +155,30 @@ def render(rows: list[tuple[int, int, dict[str, float]]], command: str) -> str:
     import transformers
 
     lines = [
-        "# Loading one rank's part of a checkpoint", "",
+        "# Loading one rank's part of a checkpoint",
+        "",
         f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}. One process per row, one thread, page cache of the files dropped "
-        "first. Sizes in MiB.", "", f"    {command}", "",
+        "first. Sizes in MiB.",
+        "",
+        f"    {command}",
+        "",
         "| EP | rank | checkpoint | needed | read (rchar) | ratio | from disk | PSS peak | PSS after | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size, rank, row in rows:
         mib = {name: f"{value / MIB:.1f}" for name, value in row.items()}
-        lines.append(f"| {size} | {rank} | {mib['checkpoint']} | {mib['needed']} | {mib['rchar']} | "
-                     f"{row['rchar'] / row['needed']:.3f} | {mib['disk']} | +{mib['pss_peak']} | +{mib['pss_end']} | "
-                     f"{row['seconds']:.2f} |")
-    lines += ["", "PSS is the growth over a process that has already loaded a one-layer model: the weights, and "
-              "nothing beside them. \"From disk\" counts whole pages and the kernel's readahead.", ""]
+        lines.append(
+            f"| {size} | {rank} | {mib['checkpoint']} | {mib['needed']} | {mib['rchar']} | "
+            f"{row['rchar'] / row['needed']:.3f} | {mib['disk']} | +{mib['pss_peak']} | +{mib['pss_end']} | "
+            f"{row['seconds']:.2f} |"
+        )
+    lines += [
+        "",
+        "PSS is the growth over a process that has already loaded a one-layer model: the weights, and "
+        'nothing beside them. "From disk" counts whole pages and the kernel\'s readahead.',
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -49,12 +49,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{platform.machine()}, torch {torch.__version__}, numpy {np.__version__}, 1 thread, {arguments.rows} rows; "
-          "microseconds per row (median)")
+    print(
+        f"{platform.machine()}, torch {torch.__version__}, numpy {np.__version__}, 1 thread, {arguments.rows} rows; "
+        "microseconds per row (median)"
+    )
     print("| kind | " + " | ".join(f"V={v}" for v in arguments.vocabulary) + " |")
     print("|---|" + "---|" * len(arguments.vocabulary))
-    batches = [torch.randn(arguments.rows, v, generator=torch.Generator().manual_seed(0)) * 4
-               for v in arguments.vocabulary]
+    batches = [
+        torch.randn(arguments.rows, v, generator=torch.Generator().manual_seed(0)) * 4 for v in arguments.vocabulary
+    ]
     cases = [(name, kind, batches) for name, kind in KINDS.items()]
     cases.append(("top_p 0.9, equals", KINDS["top_p 0.9"], [(batch * 4).round() / 4 for batch in batches]))
     for name, kind, logits in cases:

@@ -55,9 +55,12 @@ class CountingRank:
             finish.append(FINISH_NONE if self._output[rid] else FINISH_LENGTH)
             if not self._output[rid]:
                 del self._output[rid]
-        return StepResult(step=plan.step, rids=np.array(sampled, np.int64),
-                          tokens=self._rng.integers(0, 32000, len(sampled), np.int32),
-                          finish=np.array(finish, np.int8))
+        return StepResult(
+            step=plan.step,
+            rids=np.array(sampled, np.int64),
+            tokens=self._rng.integers(0, 32000, len(sampled), np.int32),
+            finish=np.array(finish, np.int8),
+        )
 
 
 def measure(load: str, num_groups: int, num_seqs: int, num_steps: int) -> dict[str, float]:
@@ -67,16 +70,23 @@ def measure(load: str, num_groups: int, num_seqs: int, num_steps: int) -> dict[s
     max_model_len = PROMPT_TOKENS + (192 if churn else num_steps + 200)
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048)
     num_blocks = num_seqs * (max_model_len // BLOCK_SIZE + 2)
-    schedulers = [GroupScheduler(config, block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, prefix_caching=True,
-                                 max_model_len=max_model_len) for _ in range(num_groups)]
+    schedulers = [
+        GroupScheduler(
+            config, block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, prefix_caching=True, max_model_len=max_model_len
+        )
+        for _ in range(num_groups)
+    ]
     ranks = [CountingRank(rng) for _ in range(num_groups)]
     next_rid = 1
 
     def add(scheduler: GroupScheduler) -> None:
         nonlocal next_rid
         output = int(rng.integers(64, 193)) if churn else num_steps + 199
-        scheduler.add(next_rid, rng.integers(0, 32000, PROMPT_TOKENS).tolist(), SamplingSpec(
-            temperature=0.0, top_k=0, top_p=1.0, seed=0, stop_ids=(2,), max_tokens=output))
+        scheduler.add(
+            next_rid,
+            rng.integers(0, 32000, PROMPT_TOKENS).tolist(),
+            SamplingSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, stop_ids=(2,), max_tokens=output),
+        )
         next_rid += 1
 
     for scheduler in schedulers:
@@ -123,18 +133,25 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seqs", type=int, nargs="+", default=[16, 128])
     args = parser.parse_args()
-    print(f"# Scheduler cost per step\n\n`python benchmarks/bench_scheduler.py --steps {args.steps}` on "
-          f"{os.cpu_count()} x {cpu_name()}, Python {platform.python_version()}.\n")
-    print("CPU milliseconds of one lockstep step, all groups together (one core does them in turn). Medians; p99 is\n"
-          "that of the sum.\n")
+    print(
+        f"# Scheduler cost per step\n\n`python benchmarks/bench_scheduler.py --steps {args.steps}` on "
+        f"{os.cpu_count()} x {cpu_name()}, Python {platform.python_version()}.\n"
+    )
+    print(
+        "CPU milliseconds of one lockstep step, all groups together (one core does them in turn). Medians; p99 is\n"
+        "that of the sum.\n"
+    )
     print("| load | groups | sequences per group | plan | wire form | apply | sum | p99 | sum per group |")
     print("|---|---|---|---|---|---|---|---|---|")
     for load in ("decode", "churn"):
         for groups in args.groups:
             for seqs in args.seqs:
                 row = measure(load, groups, seqs, args.steps)
-                print(f"| {load} | {groups} | {seqs} | {row['plan']:.3f} | {row['wire']:.3f} | {row['apply']:.3f} | "
-                      f"{row['sum']:.3f} | {row['p99']:.3f} | {row['sum'] / groups:.3f} |", flush=True)
+                print(
+                    f"| {load} | {groups} | {seqs} | {row['plan']:.3f} | {row['wire']:.3f} | {row['apply']:.3f} | "
+                    f"{row['sum']:.3f} | {row['p99']:.3f} | {row['sum'] / groups:.3f} |",
+                    flush=True,
+                )
 
 
 def cpu_name() -> str:

@@ -97,12 +97,26 @@ class StepPlan:
 
     def to_wire(self) -> list[Any]:
         new = [
-            [r.rid, np.asarray(r.token_ids, np.int32).tobytes(), r.num_prompt_tokens, r.num_computed_tokens,
-             r.block_ids, [getattr(r.sampling, f.name) for f in fields(SamplingSpec)]]
+            [
+                r.rid,
+                np.asarray(r.token_ids, np.int32).tobytes(),
+                r.num_prompt_tokens,
+                r.num_computed_tokens,
+                r.block_ids,
+                [getattr(r.sampling, f.name) for f in fields(SamplingSpec)],
+            ]
             for r in self.new
         ]
-        return [self.step, self.generation, self.placement_version, self.drop, new, self.blocks, self.prefill,
-                self.hold]
+        return [
+            self.step,
+            self.generation,
+            self.placement_version,
+            self.drop,
+            new,
+            self.blocks,
+            self.prefill,
+            self.hold,
+        ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> StepPlan:
@@ -112,12 +126,26 @@ class StepPlan:
         for rid, token_bytes, num_prompt, num_computed, block_ids, spec in new:
             sampling = dict(zip(names, spec, strict=True))
             sampling["stop_ids"] = tuple(sampling["stop_ids"])
-            requests.append(NewRequest(
-                rid=rid, token_ids=tuple(np.frombuffer(token_bytes, np.int32).tolist()),
-                num_prompt_tokens=num_prompt, num_computed_tokens=num_computed, block_ids=tuple(block_ids),
-                sampling=SamplingSpec(**sampling)))
-        return cls(step=step, generation=generation, placement_version=version, drop=tuple(drop), new=tuple(requests),
-                   blocks={k: tuple(v) for k, v in blocks.items()}, prefill=dict(prefill), hold=tuple(hold))
+            requests.append(
+                NewRequest(
+                    rid=rid,
+                    token_ids=tuple(np.frombuffer(token_bytes, np.int32).tolist()),
+                    num_prompt_tokens=num_prompt,
+                    num_computed_tokens=num_computed,
+                    block_ids=tuple(block_ids),
+                    sampling=SamplingSpec(**sampling),
+                )
+            )
+        return cls(
+            step=step,
+            generation=generation,
+            placement_version=version,
+            drop=tuple(drop),
+            new=tuple(requests),
+            blocks={k: tuple(v) for k, v in blocks.items()},
+            prefill=dict(prefill),
+            hold=tuple(hold),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,16 +180,31 @@ class StepResult:
 
     def to_wire(self) -> list[Any]:
         logprobs = {i: [lp.chosen, lp.top_ids, lp.top_values] for i, lp in self.logprobs.items()}
-        return [self.step, self.generation, self.rids.astype(np.int64).tobytes(),
-                self.tokens.astype(np.int32).tobytes(), self.finish.astype(np.int8).tobytes(), logprobs,
-                self.num_prefill_tokens, self.num_decode_tokens, self.errors]
+        return [
+            self.step,
+            self.generation,
+            self.rids.astype(np.int64).tobytes(),
+            self.tokens.astype(np.int32).tobytes(),
+            self.finish.astype(np.int8).tobytes(),
+            logprobs,
+            self.num_prefill_tokens,
+            self.num_decode_tokens,
+            self.errors,
+        ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> StepResult:
         step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode, errors = wire
         return cls(
-            step=step, generation=generation, rids=np.frombuffer(rids, np.int64),
-            tokens=np.frombuffer(tokens, np.int32), finish=np.frombuffer(finish, np.int8),
-            logprobs={i: TokenLogprobs(chosen=c, top_ids=tuple(t), top_values=tuple(v))
-                      for i, (c, t, v) in logprobs.items()},
-            num_prefill_tokens=num_prefill, num_decode_tokens=num_decode, errors=dict(errors))
+            step=step,
+            generation=generation,
+            rids=np.frombuffer(rids, np.int64),
+            tokens=np.frombuffer(tokens, np.int32),
+            finish=np.frombuffer(finish, np.int8),
+            logprobs={
+                i: TokenLogprobs(chosen=c, top_ids=tuple(t), top_values=tuple(v)) for i, (c, t, v) in logprobs.items()
+            },
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=num_decode,
+            errors=dict(errors),
+        )

@@ -51,14 +51,16 @@ class GlooTransport(Transport):
         except RuntimeError as error:
             raise ConfigError(
                 f"interface_address={self.interface_address!r} on host {self._hosts[self.rank]}: gloo cannot listen "
-                f"there ({error}); name an address of this host that the other ranks reach") from error
+                f"there ({error}); name an address of this host that the other ranks reach"
+            ) from error
         options = dist.ProcessGroupGloo._Options()
         options._devices = [device]
         options._timeout = timeout
         options._threads = 1  # only collectives use these threads, and there are none here
         try:
-            store = dist.TCPStore(group.store_host, group.store_port, is_master=False, wait_for_workers=False,
-                                  timeout=timeout)
+            store = dist.TCPStore(
+                group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
             prefix = dist.PrefixStore(f"epruntime/gen{group.generation}/gloo", store)
             self._group: Any = dist.ProcessGroupGloo(prefix, group.rank, group.world_size, options)
         except RuntimeError as error:
@@ -66,9 +68,16 @@ class GlooTransport(Transport):
                 f"rank {self.rank}: the {self.world_size} ranks of generation {group.generation} did not meet within "
                 f"{group.timeout_s:g} s through the store {group.store_host}:{group.store_port} (own address "
                 f"{self.interface_address}): {_first_line(error)}; check that every rank runs and that the addresses "
-                "reach each other") from error
-        logger.debug("rank %d of %d, generation %d: gloo on %s after %.2f s", self.rank, self.world_size,
-                     group.generation, self.interface_address, time.monotonic() - started)
+                "reach each other"
+            ) from error
+        logger.debug(
+            "rank %d of %d, generation %d: gloo on %s after %.2f s",
+            self.rank,
+            self.world_size,
+            group.generation,
+            self.interface_address,
+            time.monotonic() - started,
+        )
 
     @classmethod
     def supports(cls, group: GroupInfo) -> Support:
@@ -95,8 +104,10 @@ class GlooTransport(Transport):
         assert sum(send_counts) == send_RB.shape[0], (send_counts, send_RB.shape)
         recv_RB = send_RB.new_empty((sum(recv_counts), send_RB.shape[1]))
         sends, receives = _ranges(send_counts), _ranges(recv_counts)
-        pending = self._start([(p, recv_RB[slice(*receives[p])]) for p in self._peers() if recv_counts[p]],
-                              [(p, send_RB[slice(*sends[p])]) for p in self._peers() if send_counts[p]])
+        pending = self._start(
+            [(p, recv_RB[slice(*receives[p])]) for p in self._peers() if recv_counts[p]],
+            [(p, send_RB[slice(*sends[p])]) for p in self._peers() if send_counts[p]],
+        )
         if send_counts[self.rank]:
             recv_RB[slice(*receives[self.rank])] = send_RB[slice(*sends[self.rank])]
         return _Exchange(self, pending, send_RB, recv_RB)
@@ -147,17 +158,20 @@ class GlooTransport(Transport):
     def _lost(self, peer: int, what: str, after_s: float, error: RuntimeError) -> RankLostError:
         """Gloo's error as one that names the peer. It is kept: a broken group stays broken."""
         self._failure = RankLostError(
-            slot=peer, host=self._hosts[peer],
+            slot=peer,
+            host=self._hosts[peer],
             detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self.rank} after {after_s:.1f} s "
-                   f"(limit {self._timeout_s:g} s): {_first_line(error)}")
+            f"(limit {self._timeout_s:g} s): {_first_line(error)}",
+        )
         return self._failure
 
 
 class _Exchange(Work):
     """Rows on the wire; holds both buffers until they have moved."""
 
-    def __init__(self, transport: GlooTransport, pending: _Pending, send_RB: torch.Tensor, recv_RB: torch.Tensor
-                 ) -> None:
+    def __init__(
+        self, transport: GlooTransport, pending: _Pending, send_RB: torch.Tensor, recv_RB: torch.Tensor
+    ) -> None:
         self._transport, self._pending, self._send_RB, self._recv_RB = transport, pending, send_RB, recv_RB
 
     def wait(self) -> torch.Tensor:
@@ -180,8 +194,10 @@ def local_address_towards(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"store_host={host!r}: no route to it from {socket.gethostname()} ({error}); set the "
-                          "interface address, or give the store an address that this host reaches") from error
+        raise ConfigError(
+            f"store_host={host!r}: no route to it from {socket.gethostname()} ({error}); set the "
+            "interface address, or give the store an address that this host reaches"
+        ) from error
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:

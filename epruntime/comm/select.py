@@ -43,10 +43,17 @@ def make_transport(name: str, group: GroupInfo) -> Transport:
         support = kind.supports(group)
         if support.ok:
             log = logger.info if group.rank == 0 else logger.debug
-            log("transport %s for %d ranks (%s)%s", candidate, group.world_size,
+            log(
+                "transport %s for %d ranks (%s)%s",
+                candidate,
+                group.world_size,
                 "best supported" if name == "auto" else "as configured",
-                "".join(f"; not {reason}" for reason in passed_over))
+                "".join(f"; not {reason}" for reason in passed_over),
+            )
             return kind(group)
         passed_over.append(f"{candidate}: {support.reason}")
-    raise ConfigError(f"transport={name!r} cannot serve {group.world_size} ranks on {group.device}: "
-                      + "; ".join(passed_over) + '; use transport="auto" or another one')
+    raise ConfigError(
+        f"transport={name!r} cannot serve {group.world_size} ranks on {group.device}: "
+        + "; ".join(passed_over)
+        + '; use transport="auto" or another one'
+    )

@@ -31,16 +31,25 @@ class InFlightPlan:
 
     def to_plan(self, *, drop: list[int], placement_version: int) -> StepPlan:
         return StepPlan(
-            step=self.step, generation=self.generation, placement_version=placement_version, drop=tuple(drop),
-            new=tuple(self.new), blocks=self.blocks, prefill=self.prefill, hold=tuple(self.hold))
+            step=self.step,
+            generation=self.generation,
+            placement_version=placement_version,
+            drop=tuple(drop),
+            new=tuple(self.new),
+            blocks=self.blocks,
+            prefill=self.prefill,
+            hold=tuple(self.hold),
+        )
 
     def check(self, result: StepResult) -> None:
         """Raises ProtocolError if `result` does not answer this plan."""
         if (result.step, result.generation) != (self.step, self.generation):
             raise ProtocolError(
                 f"result of step {result.step}, generation {result.generation}, where that of step {self.step}, "
-                f"generation {self.generation} was due")
+                f"generation {self.generation} was due"
+            )
         limit = self.num_decodes + len(self.pieces)
         if len(result.rids) > limit:
-            raise ProtocolError(f"result of step {self.step} holds {len(result.rids)} tokens; its plan can yield "
-                                f"{limit} at most")
+            raise ProtocolError(
+                f"result of step {self.step} holds {len(result.rids)} tokens; its plan can yield {limit} at most"
+            )

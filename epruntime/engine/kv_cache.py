@@ -35,7 +35,7 @@ def extend_block_hashes(hashes: list[bytes], token_ids: array[int], block_size: 
     """
     parent = hashes[-1] if hashes else _ROOT
     for i in range(len(hashes), num_blocks):
-        ids = token_ids[i * block_size:(i + 1) * block_size].tobytes()
+        ids = token_ids[i * block_size : (i + 1) * block_size].tobytes()
         parent = hashlib.blake2b(parent + ids, digest_size=32).digest()
         hashes.append(parent)
 

@@ -88,8 +88,16 @@ class GroupScheduler:
         generation: stamped on every plan; results of another one are refused.
     """
 
-    def __init__(self, config: SchedulerConfig, *, block_size: int, num_kv_blocks: int, prefix_caching: bool,
-                 max_model_len: int, generation: int = 0) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        block_size: int,
+        num_kv_blocks: int,
+        prefix_caching: bool,
+        max_model_len: int,
+        generation: int = 0,
+    ) -> None:
         # every decode needs a token per step, so more sequences than tokens could never run at once
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -150,9 +158,12 @@ class GroupScheduler:
             raise ValueError(f"rid={rid} is in use")
         num_prompt = len(prompt_token_ids)
         if not 0 < num_prompt < self._max_model_len:
-            raise InvalidRequestError(f"must have 1 to {self._max_model_len - 1} tokens (max_model_len="
-                                      f"{self._max_model_len}, at least one for output)",
-                                      field="prompt", value=f"{num_prompt} tokens")
+            raise InvalidRequestError(
+                f"must have 1 to {self._max_model_len - 1} tokens (max_model_len="
+                f"{self._max_model_len}, at least one for output)",
+                field="prompt",
+                value=f"{num_prompt} tokens",
+            )
         max_tokens = min(spec.max_tokens, self._max_model_len - num_prompt)
         if max_tokens < 1:
             raise InvalidRequestError("must be at least 1", field="max_tokens", value=spec.max_tokens)
@@ -160,11 +171,18 @@ class GroupScheduler:
             raise InvalidRequestError(
                 f"with a prompt of {num_prompt} tokens the request needs {num_prompt + max_tokens} tokens and the KV "
                 f"cache holds {self.max_request_tokens}: shorten either, or enlarge the KV cache",
-                field="max_tokens", value=spec.max_tokens)
+                field="max_tokens",
+                value=spec.max_tokens,
+            )
         if max_tokens != spec.max_tokens:
             spec = replace(spec, max_tokens=max_tokens)
-        request = SchedulerRequest(rid=rid, arrival=self._num_added, token_ids=array("i", prompt_token_ids),
-                                   num_prompt_tokens=num_prompt, spec=spec)
+        request = SchedulerRequest(
+            rid=rid,
+            arrival=self._num_added,
+            token_ids=array("i", prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            spec=spec,
+        )
         self._num_added += 1
         self._requests[rid] = self._waiting[rid] = request
 
@@ -239,13 +257,22 @@ class GroupScheduler:
                 tokens.append(token)
             if finish:
                 self._remove(request)
-            updates.append(TokenUpdate(
-                rid, token, finish, logprobs.get(i) if logprobs else None, errors.get(rid) if errors else None,
-                request.num_preemptions))
+            updates.append(
+                TokenUpdate(
+                    rid,
+                    token,
+                    finish,
+                    logprobs.get(i) if logprobs else None,
+                    errors.get(rid) if errors else None,
+                    request.num_preemptions,
+                )
+            )
         for request in flight.ending:
             if request.state is RequestState.ENDING:
-                raise ProtocolError(f"result of step {result.step}: request {request.rid} has reached max_tokens="
-                                    f"{request.spec.max_tokens} and the rank has not ended it")
+                raise ProtocolError(
+                    f"result of step {result.step}: request {request.rid} has reached max_tokens="
+                    f"{request.spec.max_tokens} and the rank has not ended it"
+                )
         self._kv.end_step(result.step)
         return updates
 
@@ -343,9 +370,16 @@ class GroupScheduler:
             self.counters.prefix_hit_tokens += request.num_scheduled
             request.state = RequestState.PREFILL
             self._prefilling[request] = None
-            draft.new.append(NewRequest(
-                rid=rid, token_ids=tuple(request.token_ids), num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_scheduled, block_ids=tuple(request.block_ids), sampling=request.spec))
+            draft.new.append(
+                NewRequest(
+                    rid=rid,
+                    token_ids=tuple(request.token_ids),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=request.num_scheduled,
+                    block_ids=tuple(request.block_ids),
+                    sampling=request.spec,
+                )
+            )
             budget -= self._prefill(draft, request, budget)
 
     def _admissible(self, request: SchedulerRequest) -> tuple[list[int], int] | None:
@@ -370,7 +404,8 @@ class GroupScheduler:
             if samples != (request.rid in sampled):
                 raise ProtocolError(
                     f"result of step {flight.step}: request {request.rid} was to be computed up to token "
-                    f"{num_computed} of {len(request.token_ids)} and {'no' if samples else 'a'} token came back")
+                    f"{num_computed} of {len(request.token_ids)} and {'no' if samples else 'a'} token came back"
+                )
             if request.state is not RequestState.WAITING:
                 self._kv.confirm(request, num_computed)
 

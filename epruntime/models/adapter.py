@@ -46,8 +46,15 @@ class ExpertsLayer(Protocol):
 class AttentionLayer(Protocol):
     """Attends over the paged cache: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, V]."""
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
-               sinks_H: torch.Tensor | None) -> torch.Tensor: ...
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor: ...
 
 
 def version() -> tuple[int, int]:
@@ -62,7 +69,8 @@ def check_version() -> None:
     if not low <= version() < high:
         raise ConfigError(
             f"transformers {transformers.__version__} is installed; epruntime is tested with "
-            f">={low[0]}.{low[1]},<{high[0]}.{high[1]}: install a version of that range")
+            f">={low[0]}.{low[1]},<{high[0]}.{high[1]}: install a version of that range"
+        )
 
 
 def read_config(path: Path) -> transformers.PretrainedConfig:
@@ -71,8 +79,9 @@ def read_config(path: Path) -> transformers.PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a class of the library raises what it likes
-        raise UnsupportedModelError(f"{path}: transformers {transformers.__version__} does not read config.json: "
-                                    f"{error}") from error
+        raise UnsupportedModelError(
+            f"{path}: transformers {transformers.__version__} does not read config.json: {error}"
+        ) from error
 
 
 def read_generation_eos(path: Path) -> list[int]:
@@ -85,8 +94,9 @@ def read_generation_eos(path: Path) -> list[int]:
         raise CheckpointError(f"{path}/generation_config.json cannot be read: {error}") from error
     found = as_ids(config.eos_token_id)
     if not all(type(token) is int for token in found):
-        raise CheckpointError(f"{path}/generation_config.json: eos_token_id is {config.eos_token_id!r}, not a token id "
-                              "or a list of them")
+        raise CheckpointError(
+            f"{path}/generation_config.json: eos_token_id is {config.eos_token_id!r}, not a token id or a list of them"
+        )
     return found
 
 
@@ -120,15 +130,18 @@ def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) 
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a class of the library raises what it likes
-        raise UnsupportedModelError(f"{config.model_type}: transformers {transformers.__version__} cannot build this "
-                                    f"model from its config.json: {type(error).__name__}: {error}") from error
+        raise UnsupportedModelError(
+            f"{config.model_type}: transformers {transformers.__version__} cannot build this "
+            f"model from its config.json: {type(error).__name__}: {error}"
+        ) from error
     return model.eval()
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Modules whose forward goes through transformers' experts interface, by name, in module order."""
     return {
-        name: module for name, module in model.named_modules()
+        name: module
+        for name, module in model.named_modules()
         if all(hasattr(module, attribute) for attribute in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
         and isinstance(getattr(module, "down_proj", None), torch.nn.Parameter)
     }
@@ -168,8 +181,9 @@ def check_forward_arguments(model: torch.nn.Module) -> None:
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     absent = [n for n in ("input_ids", "position_ids", "logits_to_keep") if n not in names]
     if absent:
-        raise UnsupportedModelError(f"{type(model).__name__}.forward takes no {', '.join(absent)}: a flat ragged batch "
-                                    "cannot be passed to it")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.forward takes no {', '.join(absent)}: a flat ragged batch cannot be passed to it"
+        )
 
 
 def use_hooks(model: Any, name: str) -> None:
@@ -178,23 +192,32 @@ def use_hooks(model: Any, name: str) -> None:
     model.set_experts_implementation(name)
 
 
-def register(name: str, *, attention: Callable[..., Any], experts: Callable[..., Any],
-             mask: Callable[..., Any] | None = None) -> None:
+def register(
+    name: str, *, attention: Callable[..., Any], experts: Callable[..., Any], mask: Callable[..., Any] | None = None
+) -> None:
     AttentionInterface.register(name, attention)
     ExpertsInterface.register(name, experts)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
 
 
-def _serve_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: Any, scaling: float | None = None, s_aux: torch.Tensor | None = None,
-                     **_seen_by_the_probe: Any) -> tuple[torch.Tensor, None]:
+def _serve_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_seen_by_the_probe: Any,
+) -> tuple[torch.Tensor, None]:
     layer: AttentionLayer = getattr(module, ATTENTION_ATTRIBUTE)
     return layer.attend(query, key, value, scaling=scaling, sinks_H=s_aux), None
 
 
-def _serve_experts(module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
-                   top_k_weights: torch.Tensor) -> torch.Tensor:
+def _serve_experts(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     layer: ExpertsLayer = getattr(module, EXPERTS_ATTRIBUTE)
     return layer.forward(hidden_states, top_k_index, top_k_weights)
 

@@ -53,23 +53,46 @@ class PagedLayer(ABC):
             self.v_cache_NBKV = torch.empty(value, dtype=dtype, device=device)
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
-               sinks_H: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] of the new tokens -> [1, T, H, V]."""
 
     def _attend_cache(self, q_THD: torch.Tensor, scale: float, sinks_H: torch.Tensor | None) -> torch.Tensor:
         batch, view = self.state.current, self.call.visibility
         return paged_attention(
-            q_THD, self.k_cache_NBKD, self.v_cache_NBKV, block_tables_SB=batch.block_tables_SB,
-            query_starts_S1=batch.query_starts_S1, seq_lens_S=batch.seq_lens_S, scale=scale, window=view.window,
-            chunk=view.chunk, softcap=self.call.softcap, sinks_H=sinks_H)
+            q_THD,
+            self.k_cache_NBKD,
+            self.v_cache_NBKV,
+            block_tables_SB=batch.block_tables_SB,
+            query_starts_S1=batch.query_starts_S1,
+            seq_lens_S=batch.seq_lens_S,
+            scale=scale,
+            window=view.window,
+            chunk=view.chunk,
+            softcap=self.call.softcap,
+            sinks_H=sinks_H,
+        )
 
 
 class KeyValueLayer(PagedLayer):
     """Keys and values are cached as the module computes them."""
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
-               sinks_H: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
         slots_T = self.state.current.slots_T
         write_kv_cache(key[0].transpose(0, 1), self.k_cache_NBKD, slots_T)
         write_kv_cache(value[0].transpose(0, 1), self.v_cache_NBKV, slots_T)
@@ -99,8 +122,15 @@ class LatentLayer(PagedLayer):
         row_T1D = torch.cat((latent[0, 0], rotary[0, 0]), dim=-1)[:, None]
         write_kv_cache(row_T1D, self.k_cache_NBKD, self.state.current.slots_T)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None,
-               sinks_H: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
         module = self._module
         num_heads, nope = query.shape[1], int(module.qk_nope_head_dim)
         up_HXC = module.kv_b_proj.weight.view(num_heads, -1, self.kv.value_dim)
@@ -124,8 +154,9 @@ class LatentCache:
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0  # positions are always passed
 
-    def update(self, latent: torch.Tensor, rotary: torch.Tensor, layer_idx: int, *_: Any,
-               **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, latent: torch.Tensor, rotary: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._layers[layer_idx].write(latent, rotary)
         return latent, rotary
 
@@ -144,19 +175,23 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
     if cached == plain:
         return KVLayerInfo(num_heads=call.num_kv_heads, key_dim=call.key_dim, value_dim=call.value_dim)
     if all(hasattr(module, name) for name in _LATENT_ATTRIBUTES):
-        latent, rotary, nope, value = (int(getattr(module, n)) for n in (
-            "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        latent, rotary, nope, value = (
+            int(getattr(module, n)) for n in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
         projection: Any = module.kv_b_proj
         fits = (
             cached == ((1, latent), (1, rotary))
             and (call.key_dim, call.value_dim, call.num_kv_heads) == (nope + rotary, value, call.num_heads)
-            and isinstance(projection, torch.nn.Linear) and getattr(projection, "bias", None) is None
-            and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent))
+            and isinstance(projection, torch.nn.Linear)
+            and getattr(projection, "bias", None) is None
+            and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent)
+        )
         if fits:
             return KVLayerInfo(num_heads=1, key_dim=latent + rotary, value_dim=latent, latent=True)
     raise UnsupportedModelError(
         f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: "
-        "neither the same nor the latents of multi-head latent attention")
+        "neither the same nor the latents of multi-head latent attention"
+    )
 
 
 def make_layer(call: AttentionCall, kv: KVLayerInfo, state: StepState, module: torch.nn.Module) -> PagedLayer:

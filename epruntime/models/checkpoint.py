@@ -71,8 +71,9 @@ def read_raw_config(path: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is no JSON object.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory: a model is a directory with config.json and *.safetensors; "
-                              "download it first")
+        raise CheckpointError(
+            f"{path} is no directory: a model is a directory with config.json and *.safetensors; download it first"
+        )
     return _read_json(path / "config.json")
 
 
@@ -95,12 +96,16 @@ def _files(path: Path) -> list[Path]:
     if len(found) == 1:
         return found
     if found:
-        raise CheckpointError(f"{path} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} that "
-                              "says which of them make the model")
+        raise CheckpointError(
+            f"{path} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} that "
+            "says which of them make the model"
+        )
     pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
     if pickles:
-        raise UnsupportedModelError(f"{path} holds pickle files only ({', '.join(pickles[:3])}): reading one can run "
-                                    "any code, so none is read. Convert the checkpoint to safetensors")
+        raise UnsupportedModelError(
+            f"{path} holds pickle files only ({', '.join(pickles[:3])}): reading one can run "
+            "any code, so none is read. Convert the checkpoint to safetensors"
+        )
     raise CheckpointError(f"{path} holds no *.safetensors file")
 
 
@@ -129,8 +134,12 @@ def open_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
 def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
     weight_map = _read_json(path / _INDEX)["weight_map"]
     wrong = sorted(
-        name for name in weight_map.keys() | tensors.keys()
-        if name not in tensors or weight_map.get(name) != tensors[name].file.name)
+        name
+        for name in weight_map.keys() | tensors.keys()
+        if name not in tensors or weight_map.get(name) != tensors[name].file.name
+    )
     if wrong:
-        raise CheckpointError(f"{path}: the index and the files disagree about {len(wrong)} tensors: "
-                              f"{', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''}")
+        raise CheckpointError(
+            f"{path}: the index and the files disagree about {len(wrong)} tensors: "
+            f"{', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''}"
+        )

@@ -12,7 +12,8 @@ COVERED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proporti
 #: Types that the oldest supported transformers lacks, or has with experts outside the experts interface -> the first
 #: version that the tests ran on.
 SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
-    ("aria_text", "beam", "flint", "kolibri1", "sarvam_mla", "sarvam_moe"), (5, 24))
+    ("aria_text", "beam", "flint", "kolibri1", "sarvam_mla", "sarvam_moe"), (5, 24)
+)
 
 #: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents). Those
 #: of the layers: dense (layers without routed experts among them).

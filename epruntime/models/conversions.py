@@ -106,8 +106,9 @@ class Conversions:
             return Stacking(patterns=tuple(converter.source_patterns))
         return None
 
-    def convert(self, target: str, pattern: str,
-                sources: dict[str, list[tuple[str, Callable[[], torch.Tensor]]]]) -> dict[str, torch.Tensor]:
+    def convert(
+        self, target: str, pattern: str, sources: dict[str, list[tuple[str, Callable[[], torch.Tensor]]]]
+    ) -> dict[str, torch.Tensor]:
         """Runs one conversion.
 
         Args:
@@ -181,8 +182,10 @@ class Conversions:
             value = getattr(module, buffer)
             unset = value.isnan() if value.is_floating_point() else value == _unset(value.dtype)
             if value.device.type == "meta" or (value.dtype != torch.bool and bool(unset.any())):
-                raise UnsupportedModelError(f"{type(model).__name__}: buffer {name} is in no checkpoint and "
-                                            "transformers does not compute it after loading")
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: buffer {name} is in no checkpoint and "
+                    "transformers does not compute it after loading"
+                )
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:

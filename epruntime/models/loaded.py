@@ -45,8 +45,17 @@ class LoadedModel:
         context: shared with the MoE layers; its token count is set before each forward.
     """
 
-    def __init__(self, *, model: torch.nn.Module, info: ModelInfo, layers: list[PagedLayer],
-                 latent: dict[int, LatentLayer], state: StepState, context: StepContext, report: LoadReport) -> None:
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        info: ModelInfo,
+        layers: list[PagedLayer],
+        latent: dict[int, LatentLayer],
+        state: StepState,
+        context: StepContext,
+        report: LoadReport,
+    ) -> None:
         self.info, self.load_report = info, report
         self.layers = layers
         self._model, self._state, self._context = model, state, context
@@ -84,8 +93,11 @@ class LoadedModel:
         try:
             with torch.inference_mode():
                 output = self._model(
-                    input_ids=batch.input_ids_T[None], position_ids=batch.positions_T[None],
-                    logits_to_keep=batch.logits_rows_N, **self._arguments)
+                    input_ids=batch.input_ids_T[None],
+                    position_ids=batch.positions_T[None],
+                    logits_to_keep=batch.logits_rows_N,
+                    **self._arguments,
+                )
                 logits: torch.Tensor = output.logits[0].float()
                 return logits
         finally:

@@ -24,8 +24,16 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_READ = 1 << 30  # one preadv call returns at most 2 GiB - 4 KiB
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
@@ -70,8 +78,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{path}: {status.st_size} bytes is too short for a safetensors file")
         (length,) = struct.unpack("<Q", prefix)
         if length > min(MAX_HEADER_BYTES, status.st_size - 8):
-            raise CheckpointError(f"{path}: states a header of {length} bytes; the file has {status.st_size} and "
-                                  f"{MAX_HEADER_BYTES} is the most accepted. It is damaged or of another format")
+            raise CheckpointError(
+                f"{path}: states a header of {length} bytes; the file has {status.st_size} and "
+                f"{MAX_HEADER_BYTES} is the most accepted. It is damaged or of another format"
+            )
         text = os.pread(descriptor, length, 8)
     finally:
         os.close(descriptor)
@@ -116,8 +126,9 @@ def _check_ranges(path: Path, entries: dict[str, TensorEntry], *, data_start: in
         if entry.offset < position:
             raise CheckpointError(f"{path}: tensor {entry.name!r} overlaps {last}")
         if entry.offset > position:
-            raise CheckpointError(f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to "
-                                  "none")
+            raise CheckpointError(
+                f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to none"
+            )
         position, last = entry.offset + entry.num_bytes, f"tensor {entry.name!r}"
     if position != file_size:
         what = "is truncated" if position > file_size else "has bytes past its last tensor"
@@ -148,8 +159,12 @@ class RangeReader:
         """Asks the kernel to start reading rows first..last-1, which a `read` will want soon."""
         row_bytes = entry.num_bytes // (entry.shape or (1,))[0] if entry.num_bytes else 0
         if row_bytes and first < last:
-            os.posix_fadvise(self._open(entry.file), entry.offset + first * row_bytes, (last - first) * row_bytes,
-                             os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                self._open(entry.file),
+                entry.offset + first * row_bytes,
+                (last - first) * row_bytes,
+                os.POSIX_FADV_WILLNEED,
+            )
 
     def read(self, entry: TensorEntry, first: int, last: int, out: torch.Tensor) -> None:
         """Reads rows first..last-1 of the first dimension (a 0-dim tensor has one row) into `out`, cast to its dtype.
@@ -190,8 +205,9 @@ class RangeReader:
         while done < len(view):
             got = os.preadv(descriptor, [view[done : done + _MAX_READ]], offset + done)
             if got == 0:
-                raise CheckpointError(f"{file}: ends at byte {offset + done}, in the middle of a tensor; it was "
-                                      "changed while being read")
+                raise CheckpointError(
+                    f"{file}: ends at byte {offset + done}, in the middle of a tensor; it was changed while being read"
+                )
             done += got
         self.bytes_read += done
 

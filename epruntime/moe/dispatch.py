@@ -29,8 +29,16 @@ class DispatchHandle:
     Opaque to its holder but for `num_rounds`: that many times `receive`, then `send_back`.
     """
 
-    def __init__(self, *, row_format: RowFormat, plan: RowPlan, sends: list[list[int]], receives: list[list[int]],
-                 num_rows: int, stats: LayerStats) -> None:
+    def __init__(
+        self,
+        *,
+        row_format: RowFormat,
+        plan: RowPlan,
+        sends: list[list[int]],
+        receives: list[list[int]],
+        num_rows: int,
+        stats: LayerStats,
+    ) -> None:
         self.num_rounds = len(sends)
         self._format, self._plan, self._sends, self._receives = row_format, plan, sends, receives
         self._num_rows = num_rows  # of x, padding included: rows of the result
@@ -53,16 +61,19 @@ class Dispatcher:
 
     def __init__(self, transport: Transport, placement: Placement, *, budget_rows: int) -> None:
         if placement.world_size != transport.world_size:
-            raise ConfigError(f"placement {placement.version} is for {placement.world_size} ranks, the "
-                              f"{transport.name} transport connects {transport.world_size}")
+            raise ConfigError(
+                f"placement {placement.version} is for {placement.world_size} ranks, the "
+                f"{transport.name} transport connects {transport.world_size}"
+            )
         if budget_rows < 1:
             raise ConfigError(f"exchange_budget_tokens={budget_rows}: must be at least 1")
         self._transport = transport
         self._budget_rows = budget_rows
         self._tables = PlacementTables(placement)
 
-    def prepare(self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, num_tokens: int, stats: LayerStats
-                ) -> DispatchHandle:
+    def prepare(
+        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, num_tokens: int, stats: LayerStats
+    ) -> DispatchHandle:
         """Plans and starts the exchange.
 
         Args:
@@ -83,8 +94,9 @@ class Dispatcher:
             round_N = torch.arange(len(sends)).repeat(len(by_destination)).repeat_interleave(by_destination.flatten())
             plan = plan.permuted(round_N.argsort(stable=True))
         row_format = RowFormat(hidden_size=x_TH.shape[1], top_k=ids_TK.shape[1], dtype=x_TH.dtype)
-        handle = DispatchHandle(row_format=row_format, plan=plan, sends=sends, receives=receives,
-                                num_rows=x_TH.shape[0], stats=stats)
+        handle = DispatchHandle(
+            row_format=row_format, plan=plan, sends=sends, receives=receives, num_rows=x_TH.shape[0], stats=stats
+        )
         stats.rounds += len(sends)
         if sends:
             handle._message_NB = row_format.pack(x_TH, plan)
@@ -101,8 +113,9 @@ class Dispatcher:
         handle._stats.dispatch_s += perf_counter() - started
         handle._incoming = None
         handle._stats.rows_received += message_NB.shape[0]
-        handle._arrived = ExpertRows(x_NH=handle._format.hidden_of(message_NB),
-                                     slots_NK=handle._format.slots_of(message_NB))
+        handle._arrived = ExpertRows(
+            x_NH=handle._format.hidden_of(message_NB), slots_NK=handle._format.slots_of(message_NB)
+        )
         return handle._arrived
 
     def send_back(self, handle: DispatchHandle, y_MH: torch.Tensor) -> None:
@@ -116,7 +129,7 @@ class Dispatcher:
         to_sources = pairs_by_peer(handle._arrived.slots_NK, receives)
         first = handle._row
         handle._row += sum(sends)
-        from_experts = pairs_by_peer(handle._plan.slots_NK[first:handle._row], sends)
+        from_experts = pairs_by_peer(handle._plan.slots_NK[first : handle._row], sends)
         result_MB = y_MH.contiguous().view(torch.uint8)
         handle._returning.append(self._transport.all_to_all_rows(result_MB, to_sources, from_experts))
         handle._stats.combine_bytes += result_MB.nbytes
@@ -149,5 +162,5 @@ class Dispatcher:
     def _start_round(self, handle: DispatchHandle) -> None:
         assert handle._message_NB is not None
         sends, receives = handle._sends[handle._round], handle._receives[handle._round]
-        message_NB = handle._message_NB[handle._row:handle._row + sum(sends)]
+        message_NB = handle._message_NB[handle._row : handle._row + sum(sends)]
         handle._incoming = self._transport.all_to_all_rows(message_NB, sends, receives)

@@ -20,8 +20,17 @@ class MoELayer:
     Made by `MoERuntime.make_layer`. Its calls are collective: every rank runs every layer in every step.
     """
 
-    def __init__(self, *, layer_index: int, dispatcher: Dispatcher, backend: ExpertsBackend, store: ExpertStore,
-                 context: StepContext, stats: LayerStats, strict: bool) -> None:
+    def __init__(
+        self,
+        *,
+        layer_index: int,
+        dispatcher: Dispatcher,
+        backend: ExpertsBackend,
+        store: ExpertStore,
+        context: StepContext,
+        stats: LayerStats,
+        strict: bool,
+    ) -> None:
         self.layer_index = layer_index
         self.backend = backend
         self._dispatcher, self._store, self._context = dispatcher, store, context

@@ -31,15 +31,21 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.physical_to_logical) != len(self.physical_to_rank):
-            raise ValueError(f"placement {self.version}: {len(self.physical_to_logical)} logical ids for "
-                             f"{len(self.physical_to_rank)} ranks; each physical expert needs one of both")
+            raise ValueError(
+                f"placement {self.version}: {len(self.physical_to_logical)} logical ids for "
+                f"{len(self.physical_to_rank)} ranks; each physical expert needs one of both"
+            )
         for physical, (logical, rank) in enumerate(zip(self.physical_to_logical, self.physical_to_rank, strict=True)):
             if not 0 <= logical < self.num_logical:
-                raise ValueError(f"placement {self.version}: physical expert {physical} holds logical {logical}, must "
-                                 f"be in 0..{self.num_logical - 1}")
+                raise ValueError(
+                    f"placement {self.version}: physical expert {physical} holds logical {logical}, must "
+                    f"be in 0..{self.num_logical - 1}"
+                )
             if not 0 <= rank < self.world_size:
-                raise ValueError(f"placement {self.version}: physical expert {physical} is on rank {rank}, must be in "
-                                 f"0..{self.world_size - 1}")
+                raise ValueError(
+                    f"placement {self.version}: physical expert {physical} is on rank {rank}, must be in "
+                    f"0..{self.world_size - 1}"
+                )
         missing = sorted(set(range(self.num_logical)) - set(self.physical_to_logical))
         if missing:
             raise ValueError(f"placement {self.version}: logical experts {missing} are on no rank")
@@ -68,8 +74,11 @@ class Placement:
 
     def local_logical(self, rank: int) -> tuple[int, ...]:
         """Logical ids of a rank's slots, in slot order; empty for a rank without experts."""
-        return tuple(logical for logical, owner in zip(self.physical_to_logical, self.physical_to_rank, strict=True)
-                     if owner == rank)
+        return tuple(
+            logical
+            for logical, owner in zip(self.physical_to_logical, self.physical_to_rank, strict=True)
+            if owner == rank
+        )
 
 
 def contiguous(num_experts: int, world_size: int, version: int = 0) -> Placement:
@@ -81,5 +90,10 @@ def contiguous(num_experts: int, world_size: int, version: int = 0) -> Placement
         raise ValueError(f"num_experts={num_experts}, world_size={world_size}: both must be at least 1")
     share, extra = divmod(num_experts, world_size)
     ranks = tuple(rank for rank in range(world_size) for _ in range(share + (rank < extra)))
-    return Placement(version=version, num_logical=num_experts, world_size=world_size,
-                     physical_to_logical=tuple(range(num_experts)), physical_to_rank=ranks)
+    return Placement(
+        version=version,
+        num_logical=num_experts,
+        world_size=world_size,
+        physical_to_logical=tuple(range(num_experts)),
+        physical_to_rank=ranks,
+    )

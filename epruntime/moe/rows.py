@@ -69,8 +69,7 @@ class RowPlan:
         num_choices = self.slots_NK.shape[1]
         index = torch.full((num_tokens, num_choices), -1, dtype=torch.int32, device=self.token_N.device)
         pair_row, pair_k = (self.slots_NK >= 0).nonzero(as_tuple=True)
-        index[self.token_N[pair_row], pair_k] = torch.arange(
-            pair_row.shape[0], dtype=torch.int32, device=index.device)
+        index[self.token_N[pair_row], pair_k] = torch.arange(pair_row.shape[0], dtype=torch.int32, device=index.device)
         return index
 
 
@@ -124,9 +123,9 @@ class RowFormat:
 
     def hidden_of(self, message_NB: torch.Tensor) -> torch.Tensor:
         """[N, H] view in the model dtype."""
-        return message_NB.view(self.dtype)[:, :self.hidden_size]
+        return message_NB.view(self.dtype)[:, : self.hidden_size]
 
     def slots_of(self, message_NB: torch.Tensor) -> torch.Tensor:
         """int32 [N, K] view."""
         first = self.slots_at // 4
-        return message_NB.view(torch.int32)[:, first:first + self.top_k]
+        return message_NB.view(torch.int32)[:, first : first + self.top_k]

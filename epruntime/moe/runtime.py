@@ -29,8 +29,17 @@ class MoERuntime:
         context: set by the model runner before each forward.
     """
 
-    def __init__(self, *, transport: Transport, placement_for: Callable[[int], Placement], backend: str, strict: bool,
-                 budget_rows: int, context: StepContext, stats: MoEStats) -> None:
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        placement_for: Callable[[int], Placement],
+        backend: str,
+        strict: bool,
+        budget_rows: int,
+        context: StepContext,
+        stats: MoEStats,
+    ) -> None:
         self.transport, self.context, self.stats = transport, context, stats
         self.store = ExpertStore()
         self._placement_for, self._backend, self._strict = placement_for, backend, strict
@@ -70,16 +79,25 @@ class MoERuntime:
         """
         local = self.local_experts(num_experts)
         if weights.num_slots != len(local):
-            raise ValueError(f"layer {layer_index}: weights of {weights.num_slots} experts on rank {self.rank}, which "
-                             f"has {len(local)} slots of {num_experts} experts")
+            raise ValueError(
+                f"layer {layer_index}: weights of {weights.num_slots} experts on rank {self.rank}, which "
+                f"has {len(local)} slots of {num_experts} experts"
+            )
         if num_experts not in self._dispatchers:
             self._dispatchers[num_experts] = Dispatcher(
-                self.transport, self.placement(num_experts), budget_rows=self._budget_rows)
+                self.transport, self.placement(num_experts), budget_rows=self._budget_rows
+            )
         backend = select_backend(self._backend, weights)
         if backend.name not in self._backend_names:
             self._backend_names.add(backend.name)
             logger.info("layer %d: experts backend %s", layer_index, backend.name)
         self.store.put(layer_index, weights)
-        return MoELayer(layer_index=layer_index, dispatcher=self._dispatchers[num_experts], backend=backend,
-                        store=self.store, context=self.context, stats=self.stats.layer(layer_index, num_experts),
-                        strict=self._strict)
+        return MoELayer(
+            layer_index=layer_index,
+            dispatcher=self._dispatchers[num_experts],
+            backend=backend,
+            store=self.store,
+            context=self.context,
+            stats=self.stats.layer(layer_index, num_experts),
+            strict=self._strict,
+        )

@@ -40,11 +40,16 @@ class LayerStats:
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "expert_tokens": self.expert_tokens_E.tolist(), "not_routed": int(self._choices_E1[-1]),
-            "steps": self.steps, "rounds": self.rounds,
-            "rows_sent": self.rows_sent, "rows_received": self.rows_received,
-            "dispatch_bytes": self.dispatch_bytes, "combine_bytes": self.combine_bytes,
-            "dispatch_s": self.dispatch_s, "combine_s": self.combine_s,
+            "expert_tokens": self.expert_tokens_E.tolist(),
+            "not_routed": int(self._choices_E1[-1]),
+            "steps": self.steps,
+            "rounds": self.rounds,
+            "rows_sent": self.rows_sent,
+            "rows_received": self.rows_received,
+            "dispatch_bytes": self.dispatch_bytes,
+            "combine_bytes": self.combine_bytes,
+            "dispatch_s": self.dispatch_s,
+            "combine_s": self.combine_s,
         }
 
 

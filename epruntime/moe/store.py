@@ -61,10 +61,13 @@ class ExpertStore:
             return self._weights[layer]
         with self._lock:
             if layer not in self._weights:
-                raise LookupError(f"layer {layer}: no expert weights were registered, layers {sorted(self._weights)} "
-                                  "have some; load the layer before it runs")
-            missing = {slot: state.value for slot, state in enumerate(self._states[layer])
-                       if state is not Residency.RESIDENT}
+                raise LookupError(
+                    f"layer {layer}: no expert weights were registered, layers {sorted(self._weights)} "
+                    "have some; load the layer before it runs"
+                )
+            missing = {
+                slot: state.value for slot, state in enumerate(self._states[layer]) if state is not Residency.RESIDENT
+            }
             raise LookupError(f"layer {layer}: slots {missing} are not resident; wait until they are loaded")
 
     def clear(self) -> None:

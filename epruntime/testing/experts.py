@@ -44,18 +44,32 @@ def tanh_exp(h: torch.Tensor) -> torch.Tensor:
 
 #: name -> (function, up columns / I)
 ACTIVATIONS: dict[str, tuple[Activation, int]] = {
-    "silu": (silu_gate, 2), "gelu": (gelu_gate, 2), "gelu_tanh": (gelu_tanh_gate, 2),
-    "interleaved": (interleaved_gate, 2), "relu2": (relu_squared, 1), "tanh_exp": (tanh_exp, 1),
-    "gelu_no_gate": (F.gelu, 1)}
+    "silu": (silu_gate, 2),
+    "gelu": (gelu_gate, 2),
+    "gelu_tanh": (gelu_tanh_gate, 2),
+    "interleaved": (interleaved_gate, 2),
+    "relu2": (relu_squared, 1),
+    "tanh_exp": (tanh_exp, 1),
+    "gelu_no_gate": (F.gelu, 1),
+}
 
 
 def rms_norm(y: torch.Tensor) -> torch.Tensor:
     return (y.float() * torch.rsqrt(y.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(y.dtype)
 
 
-def random_experts(num_experts: int, hidden: int, inner: int, *, activation: str = "silu",
-                   dtype: torch.dtype = torch.float32, transposed: bool = False, bias: bool = False, post: bool = False,
-                   seed: int = 0) -> ExpertWeights:
+def random_experts(
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+    bias: bool = False,
+    post: bool = False,
+    seed: int = 0,
+) -> ExpertWeights:
     """Experts whose outputs are of order one for inputs of order one."""
     generator = torch.Generator().manual_seed(seed)
     function, fan = ACTIVATIONS[activation]
@@ -63,14 +77,19 @@ def random_experts(num_experts: int, hidden: int, inner: int, *, activation: str
     def normal(*shape: int, scale: float) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
-    up = normal(num_experts, fan * inner, hidden, scale=hidden ** -0.5)
-    down = normal(num_experts, hidden, inner, scale=inner ** -0.5)
+    up = normal(num_experts, fan * inner, hidden, scale=hidden**-0.5)
+    down = normal(num_experts, hidden, inner, scale=inner**-0.5)
     if transposed:
         up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     return ExpertWeights(
-        up_SIH=up, down_SHI=down, transposed=transposed, activation=function, post=rms_norm if post else None,
+        up_SIH=up,
+        down_SHI=down,
+        transposed=transposed,
+        activation=function,
+        post=rms_norm if post else None,
         up_bias_SI=normal(num_experts, fan * inner, scale=1) if bias else None,
-        down_bias_SH=normal(num_experts, hidden, scale=1) if bias else None)
+        down_bias_SH=normal(num_experts, hidden, scale=1) if bias else None,
+    )
 
 
 def take_experts(weights: ExpertWeights, ids: Sequence[int]) -> ExpertWeights:
@@ -80,8 +99,13 @@ def take_experts(weights: ExpertWeights, ids: Sequence[int]) -> ExpertWeights:
     def take(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x[index]
 
-    return replace(weights, up_SIH=weights.up_SIH[index], down_SHI=weights.down_SHI[index],
-                   up_bias_SI=take(weights.up_bias_SI), down_bias_SH=take(weights.down_bias_SH))
+    return replace(
+        weights,
+        up_SIH=weights.up_SIH[index],
+        down_SHI=weights.down_SHI[index],
+        up_bias_SI=take(weights.up_bias_SI),
+        down_bias_SH=take(weights.down_bias_SH),
+    )
 
 
 def dense_row(x_H: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
@@ -97,8 +121,9 @@ def dense_row(x_H: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.T
     return y
 
 
-def dense_moe(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, weights: ExpertWeights
-              ) -> torch.Tensor:
+def dense_moe(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, weights: ExpertWeights
+) -> torch.Tensor:
     """sum over k of weight x expert(x), in fp64, by loops over tokens and choices; id -1 adds nothing."""
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float64)
     for t in range(x_TH.shape[0]):

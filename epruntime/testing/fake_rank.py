@@ -99,8 +99,18 @@ class FakeRank:
         check: raise PlanViolation at the first broken rule. Without it only wrong tokens betray a fault.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 vocab_size: int, generation: int = 0, late: bool = False, check: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        generation: int = 0,
+        late: bool = False,
+        check: bool = True,
+    ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.generation, self.late, self.check = generation, late, check
@@ -175,8 +185,11 @@ class FakeRank:
             zombies.pop(rid, None)
         for new in plan.new:
             self._need(new.rid not in self._requests, f"request {new.rid} is already here", plan)
-            self._need(all(new.rid not in p.result.rids for p in self._pending),
-                       f"request {new.rid} comes back while a plan that decoded it is in flight", plan)
+            self._need(
+                all(new.rid not in p.result.rids for p in self._pending),
+                f"request {new.rid} comes back while a plan that decoded it is in flight",
+                plan,
+            )
             self._need(0 <= new.num_computed_tokens < len(new.token_ids), f"computed tokens of {new.rid}", plan)
             self._need(new.num_computed_tokens <= len(new.block_ids) * self.block_size, f"table of {new.rid}", plan)
             self._known.add(new.rid)
@@ -196,8 +209,14 @@ class FakeRank:
 
     @staticmethod
     def _make(new: NewRequest) -> _Request:
-        request = _Request(spec=new.sampling, num_prompt_tokens=new.num_prompt_tokens, tokens=[], history=[],
-                           table=list(new.block_ids), num_computed=new.num_computed_tokens)
+        request = _Request(
+            spec=new.sampling,
+            num_prompt_tokens=new.num_prompt_tokens,
+            tokens=[],
+            history=[],
+            table=list(new.block_ids),
+            num_computed=new.num_computed_tokens,
+        )
         for token in new.token_ids:
             request.append(token)
         return request
@@ -209,8 +228,11 @@ class FakeRank:
             for rid, request in self._requests.items():
                 self._need(block not in request.table, f"block {block} is in the table of request {rid}", plan)
             for pending in self._pending:
-                self._need(all(block != written for written, _, _ in pending.writes),
-                           f"block {block} handed out while step {pending.result.step} may write it", plan)
+                self._need(
+                    all(block != written for written, _, _ in pending.writes),
+                    f"block {block} handed out while step {pending.result.step} may write it",
+                    plan,
+                )
 
     def _check_rows(self, plan: StepPlan, rid: int, begin: int, end: int, tables: Counter[int]) -> None:
         request, size = self._requests[rid], self.block_size
@@ -219,7 +241,7 @@ class FakeRank:
         seen = self._read(request, begin)
         for position, (found, own) in enumerate(zip(seen, request.history, strict=False)):
             self._need(found == own, f"request {rid} sees foreign KV at position {position}", plan)
-        for block in request.table[begin // size:(end - 1) // size + 1]:
+        for block in request.table[begin // size : (end - 1) // size + 1]:
             self._need(tables[block] == 1, f"request {rid} writes the shared block {block}", plan)
 
     def _read(self, request: _Request, end: int) -> list[int]:
@@ -254,11 +276,16 @@ class FakeRank:
                 del self._requests[rid]
         columns = np.array(sampled, np.int64).reshape(-1, 3)
         pending.result = StepResult(
-            step=plan.step, generation=plan.generation, rids=columns[:, 0], tokens=columns[:, 1].astype(np.int32),
-            finish=columns[:, 2].astype(np.int8), logprobs=logprobs,
+            step=plan.step,
+            generation=plan.generation,
+            rids=columns[:, 0],
+            tokens=columns[:, 1].astype(np.int32),
+            finish=columns[:, 2].astype(np.int8),
+            logprobs=logprobs,
             errors=dict.fromkeys(refused, "token id outside the vocabulary"),
             num_prefill_tokens=sum(end - begin for rid, (begin, end) in rows.items() if rid in plan.prefill),
-            num_decode_tokens=sum(rid not in plan.prefill for rid in rows))
+            num_decode_tokens=sum(rid not in plan.prefill for rid in rows),
+        )
 
     def _need(self, holds: bool, what: str, plan: StepPlan) -> None:
         if self.check and not holds:

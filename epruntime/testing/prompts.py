@@ -1,6 +1,6 @@
 """Random prompts whose reference answer is clear-cut, found by margin alone.
 
-    python -m epruntime.testing.prompts mixtral qwen2_moe     prints the seeds for tests/e2e/seeds.py
+python -m epruntime.testing.prompts mixtral qwen2_moe     prints the seeds for tests/e2e/seeds.py
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ SCHEDULE: tuple[tuple[tuple[str, int], ...], ...] = (
 class RaggedDriver:
     """Keeps block tables of a few sequences over one model's cache."""
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4,
-                 row_multiple: int = 32) -> None:
+    def __init__(
+        self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4, row_multiple: int = 32
+    ) -> None:
         self.model, self.block_size, self.row_multiple = model, block_size, row_multiple
         model.allocate_kv(num_blocks, block_size)
         for layer in model.layers:
@@ -72,19 +73,32 @@ class RaggedDriver:
         for row, (name, _) in enumerate(items):
             tables[row, : len(self._tables[name])] = torch.tensor(self._tables[name], dtype=torch.int32)
         total = starts[-1]
-        logits = self.model.forward(ForwardBatch(
-            input_ids_T=torch.tensor(ids + [3] * padding), positions_T=torch.tensor(positions + [0] * padding),
-            slots_T=torch.tensor(slots + [-1] * padding), query_starts_S1=torch.tensor(starts, dtype=torch.int32),
-            seq_lens_S=torch.tensor(lengths, dtype=torch.int32), block_tables_SB=tables,
-            logits_rows_N=torch.cat((torch.arange(total), torch.zeros(padding, dtype=torch.int64))), num_tokens=total))
+        logits = self.model.forward(
+            ForwardBatch(
+                input_ids_T=torch.tensor(ids + [3] * padding),
+                positions_T=torch.tensor(positions + [0] * padding),
+                slots_T=torch.tensor(slots + [-1] * padding),
+                query_starts_S1=torch.tensor(starts, dtype=torch.int32),
+                seq_lens_S=torch.tensor(lengths, dtype=torch.int32),
+                block_tables_SB=tables,
+                logits_rows_N=torch.cat((torch.arange(total), torch.zeros(padding, dtype=torch.int64))),
+                num_tokens=total,
+            )
+        )
         return [logits[starts[i] : starts[i + 1]] for i in range(len(items))]
 
 
 def local_runtime(*, backend: str = "reference", strict: bool = True) -> MoERuntime:
     """A one-rank MoE runtime."""
     return MoERuntime(
-        transport=LocalTransport(GroupInfo(rank=0, world_size=1)), placement_for=lambda num: contiguous(num, 1),
-        backend=backend, strict=strict, budget_rows=4096, context=StepContext(), stats=MoEStats())
+        transport=LocalTransport(GroupInfo(rank=0, world_size=1)),
+        placement_for=lambda num: contiguous(num, 1),
+        backend=backend,
+        strict=strict,
+        budget_rows=4096,
+        context=StepContext(),
+        stats=MoEStats(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +117,9 @@ class Comparison:
     largest_logit: float
 
 
-def sequences_for(vocab_size: int, schedule: Sequence[Sequence[tuple[str, int]]], *,
-                  seed: int) -> dict[str, torch.Tensor]:
+def sequences_for(
+    vocab_size: int, schedule: Sequence[Sequence[tuple[str, int]]], *, seed: int
+) -> dict[str, torch.Tensor]:
     """Random token ids, as many per sequence as the schedule computes."""
     lengths: Counter[str] = Counter()
     for items in schedule:
@@ -114,8 +129,9 @@ def sequences_for(vocab_size: int, schedule: Sequence[Sequence[tuple[str, int]]]
     return {name: torch.randint(3, vocab_size, (n,), generator=generator) for name, n in sorted(lengths.items())}
 
 
-def reference_logits(reference: Any, sequences: dict[str, torch.Tensor],
-                     dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def reference_logits(
+    reference: Any, sequences: dict[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Eager transformers' logits [n, V] of each sequence alone; in `dtype`, all weights cast, if given."""
     if dtype is not None:
         reference = copy.deepcopy(reference).to(dtype)
@@ -125,8 +141,9 @@ def reference_logits(reference: Any, sequences: dict[str, torch.Tensor],
         return {name: reference(input_ids=ids[None], use_cache=False).logits[0] for name, ids in sequences.items()}
 
 
-def compare(reference: Any, model: LoadedModel, *, seed: int = 1,
-            schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE) -> Comparison:
+def compare(
+    reference: Any, model: LoadedModel, *, seed: int = 1, schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE
+) -> Comparison:
     """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64."""
     sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
     exact = reference_logits(reference, sequences, torch.float64)
@@ -144,6 +161,9 @@ def compare(reference: Any, model: LoadedModel, *, seed: int = 1,
     error, eager_error = torch.cat(errors), torch.cat(eager_errors)
     assert bool(eager_error.isfinite().all()), "the oracle has NaN"
     return Comparison(
-        error=error.nan_to_num(nan=math.inf).max().item(), median_error=error.nan_to_num(nan=math.inf).median().item(),
-        eager_error=eager_error.max().item(), median_eager_error=eager_error.median().item(),
-        largest_logit=max(x.abs().max().item() for x in exact.values()))
+        error=error.nan_to_num(nan=math.inf).max().item(),
+        median_error=error.nan_to_num(nan=math.inf).median().item(),
+        eager_error=eager_error.max().item(),
+        median_eager_error=eager_error.median().item(),
+        largest_logit=max(x.abs().max().item() for x in exact.values()),
+    )

@@ -41,8 +41,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, threads: int = 1,
-              exchange_timeout_s: float = 30.0, may_die: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    threads: int = 1,
+    exchange_timeout_s: float = 30.0,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
     """Calls `function(group, *args)` on `world_size` spawned processes and returns their results in rank order.
 
     The store lives in this process, as it lives in the coordinator of an engine. `function` and `args` must be
@@ -64,8 +71,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     try:
         work = pickle.dumps((function, args))
         for rank in range(world_size):
-            group = GroupInfo(rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=store.port,
-                              hosts=("localhost",) * world_size, timeout_s=exchange_timeout_s)
+            group = GroupInfo(
+                rank=rank,
+                world_size=world_size,
+                store_host="127.0.0.1",
+                store_port=store.port,
+                hosts=("localhost",) * world_size,
+                timeout_s=exchange_timeout_s,
+            )
             ours, theirs = context.Pipe(duplex=False)
             process: BaseProcess = context.Process(target=_rank_main, args=(theirs, group, threads, work), daemon=True)
             process.start()
@@ -83,8 +96,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             channel.close()
 
 
-def _collect(processes: list[BaseProcess], channels: list[Connection], deadline: float, timeout_s: float,
-             may_die: tuple[int, ...]) -> list[Any]:
+def _collect(
+    processes: list[BaseProcess],
+    channels: list[Connection],
+    deadline: float,
+    timeout_s: float,
+    may_die: tuple[int, ...],
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {channels[r]: r for r in range(len(processes)) if r not in results}
@@ -99,8 +117,9 @@ def _collect(processes: list[BaseProcess], channels: list[Connection], deadline:
             except EOFError:
                 processes[rank].join(timeout=5)
                 if rank not in may_die:
-                    raise RanksFailed(f"rank {rank} ended without a result, exit code "
-                                      f"{processes[rank].exitcode}") from None
+                    raise RanksFailed(
+                        f"rank {rank} ended without a result, exit code {processes[rank].exitcode}"
+                    ) from None
                 ok, value = True, Died(exitcode=processes[rank].exitcode)
             if not ok:
                 raise RanksFailed(f"rank {rank} raised:\n{value}")

@@ -1,4 +1,4 @@
-"""What transformers itself answers: one prompt at a time, greedy, with the margins that say how much equality proves."""
+"""What transformers itself answers: one prompt at a time, greedy, and the margins that say how much equality proves."""
 
 from __future__ import annotations
 

@@ -20,31 +20,72 @@ from epruntime.models.conformance import SINCE
 
 #: Values for every family; a configuration takes those that it has fields for.
 _BASE: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "max_position_embeddings": 512,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8,
-    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2,
-    "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32, "n_group": 2, "topk_group": 1, "num_expert_group": 2,
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "qk_head_dim": 24, "first_k_dense_replace": 1, "moe_layer_start_index": 1, "num_dense_layers": 1,
-    "mlp_only_layers": [], "sliding_window": 8, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0,
-    "num_mtp_modules": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_expert_group": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+    "mlp_only_layers": [],
+    "sliding_window": 8,
+    "num_nextn_predict_layers": 0,
+    "mtp_num_hidden_layers": 0,
+    "num_mtp_modules": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
     "output_router_logits": False,
 }
 #: Fields that switch a feature on: only given a value where the family's default has one.
 _OPTIONAL = ("sliding_window", "q_lora_rank", "mlp_only_layers")
 #: Names of one field in different families: some configurations accept several, the last one wins.
-_ALIASES = (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-            ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"))
+_ALIASES = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+)
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 _PER_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _LATENT),
     "gpt_oss": _ALTERNATING,
     "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "gemma4_text": {**_ALTERNATING, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
-                    "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0, "global_head_dim": 32},
+    "gemma4_text": {
+        **_ALTERNATING,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 32,
+    },
 }
 
 
@@ -75,8 +116,9 @@ def make_config(model_type: str, **overrides: Any) -> Any:
     return kind(**{name: value for name, value in values.items() if value is not None})
 
 
-def build(model_type: str, seed: int = 0, *, dtype: torch.dtype = torch.float32,
-          **overrides: Any) -> tuple[Any, transformers.PreTrainedModel]:
+def build(
+    model_type: str, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> tuple[Any, transformers.PreTrainedModel]:
     """A tiny random model in evaluation mode.
 
     Args:

@@ -96,11 +96,13 @@ class InputBatch:
             if not 0 <= new.num_computed_tokens < len(new.token_ids):
                 raise ProtocolError(
                     f"plan of step {plan.step}: request {new.rid} has {new.num_computed_tokens} computed tokens of "
-                    f"{len(new.token_ids)}; at least one must be left to compute")
+                    f"{len(new.token_ids)}; at least one must be left to compute"
+                )
             low, high = min(new.token_ids), max(new.token_ids)
             if low < 0 or high >= self._vocab_size:
                 refused[new.rid] = (
-                    f"token id {low if low < 0 else high} is outside the model's vocabulary of {self._vocab_size}")
+                    f"token id {low if low < 0 else high} is outside the model's vocabulary of {self._vocab_size}"
+                )
                 self._ended[new.rid] = plan.step
                 continue
             self._requests[new.rid] = RankRequest(new, max_model_len=self._max_model_len)
@@ -135,7 +137,8 @@ class InputBatch:
             if row + count > self._max_num_batched_tokens:
                 raise ProtocolError(
                     f"plan of step {plan.step} computes more than max_num_batched_tokens="
-                    f"{self._max_num_batched_tokens} tokens ({row + count} at request {rid})")
+                    f"{self._max_num_batched_tokens} tokens ({row + count} at request {rid})"
+                )
             self._write_rows(plan, request, row, count)
             row += count
             request.num_computed += count
@@ -165,7 +168,8 @@ class InputBatch:
         if end > request.num_blocks * size:
             raise ProtocolError(
                 f"plan of step {plan.step}: request {request.rid} computes up to position {end - 1}, but its "
-                f"{request.num_blocks} KV blocks of {size} end before that")
+                f"{request.num_blocks} KV blocks of {size} end before that"
+            )
         if count == 1:  # the common case, decoding: scalars are quicker than slices of one
             self._input_ids_T[row] = request.tokens[start]
             self._positions_T[row] = start
@@ -221,13 +225,15 @@ class InputBatch:
         if request.decoding or not 0 < count <= request.num_uncomputed:
             state = "is decoding" if request.decoding else f"has {request.num_uncomputed} left"
             raise ProtocolError(
-                f"plan of step {plan.step}: prefill computes {count} tokens of request {rid}, which {state}")
+                f"plan of step {plan.step}: prefill computes {count} tokens of request {rid}, which {state}"
+            )
 
     def _check_blocks(self, plan: StepPlan, rid: int, block_ids: tuple[int, ...]) -> None:
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_kv_blocks):
             raise ProtocolError(
                 f"plan of step {plan.step}: request {rid} is granted KV blocks {list(block_ids)}, but this rank has "
-                f"blocks 0..{self._num_kv_blocks - 1}")
+                f"blocks 0..{self._num_kv_blocks - 1}"
+            )
 
     def _forget_ended(self, step: int) -> None:
         for rid, ended in list(self._ended.items()):

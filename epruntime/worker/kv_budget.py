@@ -21,7 +21,8 @@ def resolve_max_model_len(asked: int | None, *, model_limit: int) -> int:
     if asked > model_limit:
         raise ConfigError(
             f"max_model_len={asked} is above the model's own limit of {model_limit} tokens "
-            "(max_position_embeddings): lower it, or leave it out")
+            "(max_position_embeddings): lower it, or leave it out"
+        )
     return asked
 
 
@@ -61,20 +62,25 @@ def num_kv_blocks(
         source = f"kv_cache_memory_gb={memory_bytes / _GIB:.3g}"
     else:
         blocks = min(max_num_seqs * blocks_per_sequence, share // bytes_per_block)
-        source = (f"the default KV budget (a quarter of {_gib(free_bytes)} free memory, divided by {ranks_on_host} "
-                  f"ranks on this host: {_gib(share)})")
-    needed, what = (blocks_per_sequence, f"one sequence of max_model_len={max_model_len}") if whole_length else (
-        1, "any sequence")
+        source = (
+            f"the default KV budget (a quarter of {_gib(free_bytes)} free memory, divided by {ranks_on_host} "
+            f"ranks on this host: {_gib(share)})"
+        )
+    needed, what = (
+        (blocks_per_sequence, f"one sequence of max_model_len={max_model_len}") if whole_length else (1, "any sequence")
+    )
     if blocks < needed:
         lower = f"lower max_model_len to at most {blocks * block_size + 1}, or " if whole_length and blocks else ""
         raise ConfigError(
             f"{source} gives {blocks} KV blocks of {block_size} tokens ({bytes_per_block} bytes each), but {what} "
             f"needs {needed} ({_gib(needed * bytes_per_block)}): {lower}raise the budget (kv_cache_memory_gb or "
-            "num_kv_blocks)")
+            "num_kv_blocks)"
+        )
     if blocks * bytes_per_block > free_bytes:
         raise ConfigError(
             f"{source} takes {_gib(blocks * bytes_per_block)}, but this host has {_gib(free_bytes)} of free memory: "
-            "lower it, or leave it out for the default")
+            "lower it, or leave it out for the default"
+        )
     return blocks
 
 

@@ -71,8 +71,8 @@ def parse(kind: type[Letter], message: dict[str, Any]) -> Letter:
     """
     envelope = {"type", "id", "generation"} - {f.name for f in fields(kind)}
     body: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in message.items() if key not in envelope}
+        key: tuple(value) if isinstance(value, list) else value for key, value in message.items() if key not in envelope
+    }
     try:
         return kind(**body)
     except TypeError as error:

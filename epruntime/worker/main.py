@@ -31,8 +31,11 @@ def run_rank(bootstrap: RankBootstrap) -> int:
     prepare_process(bootstrap.threads)
     with ControlClient.connect(bootstrap, signature=kernel_signature()) as control:
         control.exit_on_hangup()
-        loop = RankLoop(control, threads=bootstrap.threads,
-                        open_generation=lambda config: Generation(config, device=bootstrap.device))
+        loop = RankLoop(
+            control,
+            threads=bootstrap.threads,
+            open_generation=lambda config: Generation(config, device=bootstrap.device),
+        )
         return loop.run()
 
 

@@ -82,8 +82,12 @@ class RankLoop:
         self._failure = ""  # why this generation takes no more plans
         self._stopped = False
         self._handlers: dict[str, Callable[[Message], Message | None]] = {
-            "configure": self._configure, "load": self._load, "plan": self._plan, "stats": self._stats,
-            "unload": self._unload, "shutdown": self._shutdown,
+            "configure": self._configure,
+            "load": self._load,
+            "plan": self._plan,
+            "stats": self._stats,
+            "unload": self._unload,
+            "shutdown": self._shutdown,
         }
 
     def run(self) -> int:
@@ -120,7 +124,8 @@ class RankLoop:
         if config.generation <= self._generation_number:
             raise ProtocolError(
                 f"configure for generation {config.generation}, but this rank has been in {self._generation_number}: "
-                "a generation's number is used once")
+                "a generation's number is used once"
+            )
         self._leave()
         self._generation_number = config.generation
         torch.set_num_threads(config.threads or self._threads)
@@ -150,7 +155,8 @@ class RankLoop:
         if plan.generation != self._generation_number:
             raise ProtocolError(
                 f"plan of step {plan.step} is of generation {plan.generation}, this rank is in "
-                f"{self._generation_number}")
+                f"{self._generation_number}"
+            )
         self.progress.enter("step", step=plan.step)
         try:
             if self._next_step is not None and plan.step != self._next_step:

@@ -48,15 +48,14 @@ class Case:
 
     @functools.cached_property
     def experts(self) -> ExpertWeights:
-        return random_experts(self.num_experts, HIDDEN, INNER, dtype=self.dtype, seed=5,
-                              **dict(self.layout))
+        return random_experts(self.num_experts, HIDDEN, INNER, dtype=self.dtype, seed=5, **dict(self.layout))
 
     @functools.cached_property
     def work(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(11)
         x = torch.randn(self.tokens, HIDDEN, generator=g).to(self.dtype)
         shape = (self.tokens, self.top_k)
-        ids = torch.rand(self.tokens, self.num_experts, generator=g).argsort(1)[:, :self.top_k]
+        ids = torch.rand(self.tokens, self.num_experts, generator=g).argsort(1)[:, : self.top_k]
         if self.routing == "hot":
             ids[:, 0] = self.num_experts - 1
             ids[:, 1:] = torch.arange(self.top_k - 1)
@@ -86,8 +85,13 @@ class Case:
         if self.placement == "replicas":  # experts 0..2 twice, expert 0 three times
             physical += [0, 1, 2, 0]
         owners = [i * i % world_size for i in range(len(physical))]
-        return Placement(version=2, num_logical=self.num_experts, world_size=world_size,
-                         physical_to_logical=tuple(physical), physical_to_rank=tuple(owners))
+        return Placement(
+            version=2,
+            num_logical=self.num_experts,
+            world_size=world_size,
+            physical_to_logical=tuple(physical),
+            physical_to_rank=tuple(owners),
+        )
 
 
 CASES = [
@@ -109,8 +113,11 @@ CASES = [
     Case(name="rounds", budget=3),
     Case(name="rounds_of_one", budget=1, tokens=7, top_k=4, placement="replicas"),
     Case(name="rounds_idle_rank", budget=4, split="idle", routing="hot"),
-    Case(name="biased", placement="permuted",
-         layout=(("bias", True), ("transposed", True), ("activation", "interleaved"))),
+    Case(
+        name="biased",
+        placement="permuted",
+        layout=(("bias", True), ("transposed", True), ("activation", "interleaved")),
+    ),
     Case(name="no_gate", layout=(("activation", "relu2"),)),
     Case(name="post_norm", layout=(("post", True),)),
     Case(name="bf16", dtype=torch.bfloat16, budget=5, placement="replicas", top_k=4),
@@ -130,8 +137,15 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     """One rank's part of a case: two layers, so that the second shows what the first left behind."""
     context, stats = StepContext(), MoEStats()
     link = make_transport(transport, group)
-    runtime = MoERuntime(transport=link, placement_for=lambda _: case.place(group.world_size), backend=backend,
-                         strict=True, budget_rows=case.budget, context=context, stats=stats)
+    runtime = MoERuntime(
+        transport=link,
+        placement_for=lambda _: case.place(group.world_size),
+        backend=backend,
+        strict=True,
+        budget_rows=case.budget,
+        context=context,
+        stats=stats,
+    )
     local = list(runtime.local_experts(case.num_experts))
     if case.fault == "swapped_experts" and group.rank == 0:
         local[:2] = reversed(local[:2])
@@ -150,7 +164,7 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
 
     link.all_to_all_rows = watched  # type: ignore[method-assign]
     shares = case.shares(group.world_size)
-    mine = slice(sum(shares[:group.rank]), sum(shares[:group.rank + 1]))
+    mine = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x, ids, factors = (part[mine] for part in case.work)
     # Padding rows hold what must not be looked at: NaN, and ids that look valid.
     x = torch.cat([x, torch.full((3, HIDDEN), torch.nan, dtype=x.dtype)])
@@ -159,7 +173,7 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     context.num_tokens = shares[group.rank]
     outputs = []
     for layer in layers:
-        y = layer.forward(x, ids, factors ** 2 if case.fault == "weights_twice" else factors)
+        y = layer.forward(x, ids, factors**2 if case.fault == "weights_twice" else factors)
         assert y.dtype == case.dtype
         assert y.shape == x.shape
         outputs.append(y)
@@ -167,8 +181,12 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     context.probe = True
     assert not layers[0].forward(x.nan_to_num(), ids, factors).any()
     link.close()
-    return Outcome(y_TH=outputs[0][:-3], padding_H=outputs[0][-3:], rows_received_at_once=biggest,
-                   stats=stats.snapshot()["layers"]["7"])
+    return Outcome(
+        y_TH=outputs[0][:-3],
+        padding_H=outputs[0][-3:],
+        rows_received_at_once=biggest,
+        stats=stats.snapshot()["layers"]["7"],
+    )
 
 
 def run_all(group: GroupInfo, transport: str, backends: list[str]) -> dict[tuple[str, str], Outcome]:

@@ -35,12 +35,18 @@ def _exchange(group: GroupInfo, name: str, matrix: list[list[int]], row_bytes: i
     gathered = transport.all_gather_counts(counts)
     assert gathered.tolist() == [[*matrix[r], r] for r in range(world)]
     for _ in range(3):
-        send = torch.tensor([_byte(rank, d, i) for d in range(world) for i in range(matrix[rank][d])],
-                            dtype=torch.uint8).reshape(-1, 1).repeat(1, row_bytes)
+        send = (
+            torch.tensor([_byte(rank, d, i) for d in range(world) for i in range(matrix[rank][d])], dtype=torch.uint8)
+            .reshape(-1, 1)
+            .repeat(1, row_bytes)
+        )
         recv_counts = [matrix[s][rank] for s in range(world)]
         received = transport.all_to_all_rows(send, matrix[rank], recv_counts).wait()
-        want = torch.tensor([_byte(s, rank, i) for s in range(world) for i in range(recv_counts[s])],
-                            dtype=torch.uint8).reshape(-1, 1).repeat(1, row_bytes)
+        want = (
+            torch.tensor([_byte(s, rank, i) for s in range(world) for i in range(recv_counts[s])], dtype=torch.uint8)
+            .reshape(-1, 1)
+            .repeat(1, row_bytes)
+        )
         assert received.dtype == torch.uint8
         assert torch.equal(received, want)
     transport.barrier()
@@ -63,8 +69,12 @@ def _exchange_all(group: GroupInfo, matrices: list[list[list[int]]]) -> None:
     for generation, matrix in enumerate(matrices):
         this = GroupInfo(**{**group.__dict__, "generation": generation})
         _exchange(this, "gloo", matrix, row_bytes=1 + 33 * generation)
-    _exchange(GroupInfo(**{**group.__dict__, "generation": 99}), "gloo",
-              [[200] * group.world_size] * group.world_size, row_bytes=40_000)
+    _exchange(
+        GroupInfo(**{**group.__dict__, "generation": 99}),
+        "gloo",
+        [[200] * group.world_size] * group.world_size,
+        row_bytes=40_000,
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -134,8 +144,9 @@ def test_absent_peer_ends_at_the_timeout() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="2 ranks of generation 7 did not meet within 1 s"):
-        GlooTransport(GroupInfo(rank=0, world_size=2, generation=7, store_host="127.0.0.1", store_port=store.port,
-                                timeout_s=1))
+        GlooTransport(
+            GroupInfo(rank=0, world_size=2, generation=7, store_host="127.0.0.1", store_port=store.port, timeout_s=1)
+        )
     assert time.monotonic() - started < 10
 
 
@@ -201,8 +212,16 @@ def test_interface_address() -> None:
         local_address_towards("no-such-host.invalid", 9)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=r"interface_address='192\.0\.2\.1'"):  # TEST-NET-1: nobody's address
-        GlooTransport(GroupInfo(rank=0, world_size=1, store_host="127.0.0.1", store_port=store.port,
-                                interface_address="192.0.2.1", timeout_s=2))
+        GlooTransport(
+            GroupInfo(
+                rank=0,
+                world_size=1,
+                store_host="127.0.0.1",
+                store_port=store.port,
+                interface_address="192.0.2.1",
+                timeout_s=2,
+            )
+        )
 
 
 def _raise(group: GroupInfo) -> None:

@@ -36,28 +36,52 @@ class Fleet:
 
     def all(self, type: str, bodies: list[dict[str, Any]], timeout_s: float = 60) -> list[Any]:
         """One call per rank at once; replies or exceptions."""
+
         async def calls() -> list[Any]:
             ranks = self.pool.ranks[: len(bodies)]
             return await asyncio.gather(
                 *(rank.call(type, timeout_s, **body) for rank, body in zip(ranks, bodies, strict=True)),
-                return_exceptions=True)
+                return_exceptions=True,
+            )
+
         return self.run(calls())
 
     def configure(self, world_size: int, step_timeout_s: float = 30.0) -> None:
         self.generation = self.pool.next_generation()
         host, port = self.pool.store_address
-        bodies = [{
-            "generation": self.generation, "ep_rank": rank, "world_size": world_size, "store_host": host,
-            "store_port": port, "hosts": ["here"] * world_size, "transport": "auto", "experts_backend": "auto",
-            "invariance": "strict", "exchange_budget_tokens": 64, "step_timeout_s": step_timeout_s, "threads": 1,
-        } for rank in range(world_size)]
+        bodies = [
+            {
+                "generation": self.generation,
+                "ep_rank": rank,
+                "world_size": world_size,
+                "store_host": host,
+                "store_port": port,
+                "hosts": ["here"] * world_size,
+                "transport": "auto",
+                "experts_backend": "auto",
+                "invariance": "strict",
+                "exchange_budget_tokens": 64,
+                "step_timeout_s": step_timeout_s,
+                "threads": 1,
+            }
+            for rank in range(world_size)
+        ]
         replies = self.all("configure", bodies)
         assert [r["type"] for r in replies] == ["configured"] * world_size, replies
 
     def load(self, path: Path, world_size: int, **changes: Any) -> list[Any]:
-        body = {"model": str(path), "dtype": "auto", "max_model_len": 64, "block_size": 8, "num_kv_blocks": 24,
-                "kv_cache_memory_bytes": None, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-                "ranks_on_host": world_size, **changes}
+        body = {
+            "model": str(path),
+            "dtype": "auto",
+            "max_model_len": 64,
+            "block_size": 8,
+            "num_kv_blocks": 24,
+            "kv_cache_memory_bytes": None,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "ranks_on_host": world_size,
+            **changes,
+        }
         return self.all("load", [body] * world_size)
 
     def step(self, plans: list[StepPlan]) -> list[Any]:
@@ -86,8 +110,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def request(rid: int, blocks: tuple[int, ...]) -> NewRequest:
     spec = SamplingSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, stop_ids=(), max_tokens=NEW_TOKENS, logprobs=3)
-    return NewRequest(rid=rid, token_ids=tuple(PROMPTS[rid]), num_prompt_tokens=len(PROMPTS[rid]),
-                      num_computed_tokens=0, block_ids=blocks, sampling=spec)
+    return NewRequest(
+        rid=rid,
+        token_ids=tuple(PROMPTS[rid]),
+        num_prompt_tokens=len(PROMPTS[rid]),
+        num_computed_tokens=0,
+        block_ids=blocks,
+        sampling=spec,
+    )
 
 
 def expected(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -106,12 +136,14 @@ def test_hand_written_plans_give_the_tokens_of_transformers(fleet, tiny, world_s
     assert loaded[0]["info"]["model_type"] == "mixtral"
     # Request 1 comes in chunks of 7, 7 and 3; the others join while it is at it, on the last rank. Then all decode.
     first, last = {}, {}
-    schedule = {0: (first, {"new": (request(1, (3, 0)),), "prefill": {1: 7}}),
-                1: (first, {"prefill": {1: 7}}),
-                2: (last, {"new": (request(2, (20, 21)), request(3, (7, 9))), "prefill": {2: 1, 3: 4}}),
-                3: (first, {"blocks": {1: (11, 5)}, "prefill": {1: 3}}),
-                4: (last, {"prefill": {3: 1}}),
-                6: (first, {"hold": (1,)})}
+    schedule = {
+        0: (first, {"new": (request(1, (3, 0)),), "prefill": {1: 7}}),
+        1: (first, {"prefill": {1: 7}}),
+        2: (last, {"new": (request(2, (20, 21)), request(3, (7, 9))), "prefill": {2: 1, 3: 4}}),
+        3: (first, {"blocks": {1: (11, 5)}, "prefill": {1: 3}}),
+        4: (last, {"prefill": {3: 1}}),
+        6: (first, {"hold": (1,)}),
+    }
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[Any]] = {}
     for step in range(20):

@@ -29,8 +29,13 @@ class DiceRunner:
     def step(self, plan: StepPlan) -> StepResult:
         if self.error is not None:
             raise self.error
-        return StepResult(step=plan.step, generation=plan.generation, rids=np.array([7]), tokens=np.array([plan.step]),
-                          finish=np.array([0]))
+        return StepResult(
+            step=plan.step,
+            generation=plan.generation,
+            rids=np.array([7]),
+            tokens=np.array([plan.step]),
+            finish=np.array([0]),
+        )
 
 
 class DiceModel:
@@ -114,14 +119,35 @@ class Coordinator:
                 return reply
 
     def configure(self, generation: int, **changes: Any) -> Message:
-        body = {"generation": generation, "ep_rank": 0, "world_size": 1, "store_host": "", "store_port": 0,
-                "hosts": ["h"], "transport": "auto", "experts_backend": "auto", "invariance": "strict",
-                "exchange_budget_tokens": 8, "step_timeout_s": 5.0, "threads": None}
+        body = {
+            "generation": generation,
+            "ep_rank": 0,
+            "world_size": 1,
+            "store_host": "",
+            "store_port": 0,
+            "hosts": ["h"],
+            "transport": "auto",
+            "experts_backend": "auto",
+            "invariance": "strict",
+            "exchange_budget_tokens": 8,
+            "step_timeout_s": 5.0,
+            "threads": None,
+        }
         return self.call("configure", **{**body, **changes})
 
     def load(self, model: str = "dice") -> Message:
-        return self.call("load", model=model, dtype="auto", max_model_len=None, block_size=16, num_kv_blocks=None,
-                         kv_cache_memory_bytes=None, max_num_seqs=2, max_num_batched_tokens=8, ranks_on_host=1)
+        return self.call(
+            "load",
+            model=model,
+            dtype="auto",
+            max_model_len=None,
+            block_size=16,
+            num_kv_blocks=None,
+            kv_cache_memory_bytes=None,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            ranks_on_host=1,
+        )
 
     def plan(self, step: int, generation: int) -> Message:
         return self.call("plan", plan=StepPlan(step=step, generation=generation).to_wire())
@@ -165,9 +191,17 @@ def test_the_whole_life(coordinator):
 
 def test_progress_comes_before_the_reply(coordinator):
     coordinator.configure(1)
-    message_id = coordinator.send("load", model="dice", dtype="auto", max_model_len=None, block_size=16,
-                                  num_kv_blocks=None, kv_cache_memory_bytes=None, max_num_seqs=2,
-                                  max_num_batched_tokens=8)
+    message_id = coordinator.send(
+        "load",
+        model="dice",
+        dtype="auto",
+        max_model_len=None,
+        block_size=16,
+        num_kv_blocks=None,
+        kv_cache_memory_bytes=None,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+    )
     messages = [coordinator.recv() for _ in range(3)]
     assert [m["type"] for m in messages] == ["progress", "progress", "loaded"]
     assert {m["id"] for m in messages} == {message_id}

@@ -21,33 +21,79 @@ from epruntime.testing.ragged import SCHEDULE, RaggedDriver, compare, local_runt
 _SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 16}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 #: Variants beyond each type's tiny default.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "mixtral": [{"sliding_window": 6}, {"rope_parameters": _LLAMA3}, {"rope_parameters": _LINEAR},
-                {"num_local_experts": 5, "hidden_size": 48, "head_dim": 20, "num_attention_heads": 6,
-                 "num_key_value_heads": 3, "vocab_size": 131},
-                {"num_key_value_heads": 1}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 8}],
-    "qwen2_moe": [{**_SLIDING, "max_window_layers": 1}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2},
-                  {"norm_topk_prob": True}, {"qkv_bias": False}],
-    "qwen3_moe": [{**_SLIDING, "max_window_layers": 0}, {"mlp_only_layers": [0]}, {"norm_topk_prob": True},
-                  {"attention_bias": True}, {"head_dim": 32, "rope_parameters": _YARN}],
+    "mixtral": [
+        {"sliding_window": 6},
+        {"rope_parameters": _LLAMA3},
+        {"rope_parameters": _LINEAR},
+        {
+            "num_local_experts": 5,
+            "hidden_size": 48,
+            "head_dim": 20,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 131,
+        },
+        {"num_key_value_heads": 1},
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 8},
+    ],
+    "qwen2_moe": [
+        {**_SLIDING, "max_window_layers": 1},
+        {"mlp_only_layers": [1]},
+        {"decoder_sparse_step": 2},
+        {"norm_topk_prob": True},
+        {"qkv_bias": False},
+    ],
+    "qwen3_moe": [
+        {**_SLIDING, "max_window_layers": 0},
+        {"mlp_only_layers": [0]},
+        {"norm_topk_prob": True},
+        {"attention_bias": True},
+        {"head_dim": 32, "rope_parameters": _YARN},
+    ],
     "olmoe": [{"norm_topk_prob": True}, {"clip_qkv": 0.5}, {"attention_bias": True}],
-    "granitemoe": [{"attention_multiplier": 0.25, "logits_scaling": 4.0, "residual_multiplier": 0.5,
-                    "embedding_multiplier": 3.0}, {"attention_bias": True}],
+    "granitemoe": [
+        {"attention_multiplier": 0.25, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+        {"attention_bias": True},
+    ],
     "granitemoeshared": [{"shared_intermediate_size": 0}],
-    "deepseek_v2": [{"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}, {"q_lora_rank": 0},
-                    {"first_k_dense_replace": 0}],
-    "deepseek_v3": [{"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, {"rope_interleave": False},
-                    {"attention_bias": True}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
-                    {"num_attention_heads": 6, "num_key_value_heads": 6, "kv_lora_rank": 20, "v_head_dim": 12,
-                     "n_routed_experts": 6, "n_group": 3}],
+    "deepseek_v2": [
+        {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
+        {"q_lora_rank": 0},
+        {"first_k_dense_replace": 0},
+    ],
+    "deepseek_v3": [
+        {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"rope_interleave": False},
+        {"attention_bias": True},
+        {"norm_topk_prob": False},
+        {"first_k_dense_replace": 2},
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "kv_lora_rank": 20,
+            "v_head_dim": 12,
+            "n_routed_experts": 6,
+            "n_group": 3,
+        },
+    ],
     "glm4_moe": [{"use_qk_norm": True}, {"attention_bias": True}, {"first_k_dense_replace": 0}],
-    "gpt_oss": [{"sliding_window": 3, "layer_types": _ALTERNATE},
-                {"num_local_experts": 5, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 1}],
+    "gpt_oss": [
+        {"sliding_window": 3, "layer_types": _ALTERNATE},
+        {"num_local_experts": 5, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 1},
+    ],
     "phimoe": [{"sliding_window": 6}, {"attention_bias": True}, {"lm_head_bias": True}],
     "ernie4_5_moe": [{"use_bias": True}, {"moe_layer_start_index": 0}],
     "cohere2_moe": [{"layer_types": _ALTERNATE}],
@@ -63,7 +109,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 TYPES = tiny_models.available(COVERED)
 CASES = [
     pytest.param(model_type, overrides, id="-".join([model_type, *overrides]))
-    for model_type in TYPES for overrides in ({}, *VARIANTS.get(model_type, []))
+    for model_type in TYPES
+    for overrides in ({}, *VARIANTS.get(model_type, []))
 ]
 #: Largest error against fp64, as a multiple of eager fp32's own and as a share of the largest logit. The sums run in
 #: another order (partitions of keys, experts in k order), so errors are alike, not equal.

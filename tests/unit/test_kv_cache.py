@@ -11,8 +11,9 @@ from epruntime.testing.scheduler_sim import make_spec
 
 
 def request(tokens: list[int], rid: int = 1) -> SchedulerRequest:
-    return SchedulerRequest(rid=rid, arrival=rid, token_ids=array("i", tokens), num_prompt_tokens=len(tokens),
-                            spec=make_spec(max_tokens=8))
+    return SchedulerRequest(
+        rid=rid, arrival=rid, token_ids=array("i", tokens), num_prompt_tokens=len(tokens), spec=make_spec(max_tokens=8)
+    )
 
 
 def admit(kv: KVCacheManager, req: SchedulerRequest) -> int:

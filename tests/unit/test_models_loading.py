@@ -40,9 +40,14 @@ def _check_equal(path: Path, local: Sequence[int], dtype: torch.dtype) -> None:
             continue
         moved.add(name)
         weights = holder.weights[int(next(p for p in name.split(".") if p.isdigit()))]
-        field = {"gate_up_proj": "up_SIH", "up_proj": "up_SIH", "down_proj": "down_SHI",
-                 "down_proj_bias": "down_bias_SH", "gate_up_proj_bias": "up_bias_SI",
-                 "up_proj_bias": "up_bias_SI"}[short]
+        field = {
+            "gate_up_proj": "up_SIH",
+            "up_proj": "up_SIH",
+            "down_proj": "down_SHI",
+            "down_proj_bias": "down_bias_SH",
+            "gate_up_proj_bias": "up_bias_SI",
+            "up_proj_bias": "up_bias_SI",
+        }[short]
         assert torch.equal(getattr(weights, field), tensor[list(local)]), name
     assert set(mine) == set(theirs) - moved
     assert loaded.load_report.read_bytes == loaded.load_report.needed_bytes
@@ -140,9 +145,16 @@ print(read, model.load_report.needed_bytes, model.load_report.header_bytes, mode
 """
 
 
-@pytest.mark.parametrize(("model_type", "local"), [
-    ("qwen3_moe", "0,1,2,3,4,5,6,7"), ("qwen3_moe", "2,3"), ("gpt_oss", "5"), ("deepseek_v3", "1,6"), ("mixtral", ""),
-])
+@pytest.mark.parametrize(
+    ("model_type", "local"),
+    [
+        ("qwen3_moe", "0,1,2,3,4,5,6,7"),
+        ("qwen3_moe", "2,3"),
+        ("gpt_oss", "5"),
+        ("deepseek_v3", "1,6"),
+        ("mixtral", ""),
+    ],
+)
 def test_bytes_read(model_type: str, local: str, tmp_path: Path) -> None:
     """The kernel's own count of bytes read by the process: at most 1.05 x the needed ones, plus headers."""
     _, small = tiny_models.build(model_type, num_hidden_layers=1, **_one_layer(model_type))
@@ -150,8 +162,13 @@ def test_bytes_read(model_type: str, local: str, tmp_path: Path) -> None:
     _, model = tiny_models.build(model_type, hidden_size=256, moe_intermediate_size=256, intermediate_size=512)
     path = tiny_models.save(model, tmp_path / "model")
     out = subprocess.run(
-        [sys.executable, "-c", _COUNT, str(path), "auto", local, str(warm)], capture_output=True, text=True,
-        timeout=120, check=True, cwd=Path(__file__).parents[2])
+        [sys.executable, "-c", _COUNT, str(path), "auto", local, str(warm)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     read, needed, headers, whole = map(int, out.stdout.split())
     with safe_open(path / "model.safetensors", "pt") as source:
         sizes = {name: _bytes_of(source.get_slice(name)) for name in source.keys()}  # noqa: SIM118

@@ -24,13 +24,16 @@ def test_full_causal() -> None:
     assert visibility_of(lambda q, k: k <= q) == Visibility()
 
 
-@pytest.mark.parametrize("sees", [
-    lambda q, k: True,  # not causal
-    lambda q, k: k < q,  # not itself
-    lambda q, k: k <= q and (k < 4 or k > q - 8),  # a window with sinks kept in the cache
-    lambda q, k: k <= q and (q - k) % 2 == 0,  # dilated
-    lambda q, k: k <= q and k >= q // 8 * 8 - 4,  # overlapping chunks
-])
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda q, k: True,  # not causal
+        lambda q, k: k < q,  # not itself
+        lambda q, k: k <= q and (k < 4 or k > q - 8),  # a window with sinks kept in the cache
+        lambda q, k: k <= q and (q - k) % 2 == 0,  # dilated
+        lambda q, k: k <= q and k >= q // 8 * 8 - 4,  # overlapping chunks
+    ],
+)
 def test_other_masks_are_refused(sees: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="neither full, nor a window, nor chunks"):
         visibility_of(sees)
@@ -65,10 +68,13 @@ def test_sinks_latents_and_top_k() -> None:
     assert (latent.cached_key, latent.cached_value) == ((1, 16), (1, 8))
 
 
-@pytest.mark.parametrize(("model_type", "overrides", "words"), [
-    ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention", "full_attention"]}, "."),
-    ("mixtral", {"is_causal": False}, "."),
-])
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "words"),
+    [
+        ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention", "full_attention"]}, "."),
+        ("mixtral", {"is_causal": False}, "."),
+    ],
+)
 def test_attention_that_the_hook_does_not_cover(model_type: str, overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         _probe(model_type, **overrides)

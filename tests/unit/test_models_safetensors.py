@@ -30,8 +30,14 @@ def _tensor(shape: list[Any], offsets: list[Any], dtype: Any = "F32") -> dict[st
 
 def test_reads_what_safetensors_wrote(tmp_path: Path) -> None:
     tensors = {
-        "a": torch.randn(6, 5), "b": torch.randn(7, dtype=torch.float64), "c": torch.randn(3, 4, 2).bfloat16(),
-        "scalar": torch.tensor(2.5), "ids": torch.arange(9), "empty": torch.empty(0, 4), "flag": torch.tensor([True])}
+        "a": torch.randn(6, 5),
+        "b": torch.randn(7, dtype=torch.float64),
+        "c": torch.randn(3, 4, 2).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "ids": torch.arange(9),
+        "empty": torch.empty(0, 4),
+        "flag": torch.tensor([True]),
+    }
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     entries = read_header(tmp_path / "x.safetensors")
     assert set(entries) == set(tensors)
@@ -61,26 +67,32 @@ def test_casts_and_strided_destinations(tmp_path: Path, monkeypatch: pytest.Monk
         assert bool((wide[..., :3] == -1).all())
 
 
-@pytest.mark.parametrize(("header", "data", "words"), [
-    ({"a": _tensor([2], [0, 8])}, b"\0" * 7, "truncated"),
-    ({"a": _tensor([2], [0, 8])}, b"\0" * 9, "past its last tensor"),
-    ({"a": _tensor([2], [0, 7])}, b"\0" * 7, "takes 8 bytes"),
-    ({"a": _tensor([2], [8, 0])}, b"\0" * 8, "takes 8 bytes"),
-    ({"a": _tensor([2], [0, 8]), "b": _tensor([2], [4, 12])}, b"\0" * 12, "overlaps"),
-    ({"a": _tensor([2], [4, 12])}, b"\0" * 12, "belong to none"),
-    ({"a": _tensor([-2], [0, 8])}, b"\0" * 8, "not valid"),
-    ({"a": _tensor([True, 2], [0, 8])}, b"\0" * 8, "not valid"),
-    ({"a": _tensor([2.0], [0, 8])}, b"\0" * 8, "not valid"),
-    ({"a": _tensor([1 << 61, 1 << 61], [0, 0])}, b"", "takes"),
-    ({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8, "needs exactly"),
-    ({"a": "F32"}, b"", "needs exactly"),
-    ([], b"", "no object"),
-    (b"{", b"", "not valid"),
-    (b"\xff\xfe", b"", "not valid"),
-    (b"[" * 100_000, b"", "not valid"),
-    (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
-     b"\0" * 4, "twice"),
-])
+@pytest.mark.parametrize(
+    ("header", "data", "words"),
+    [
+        ({"a": _tensor([2], [0, 8])}, b"\0" * 7, "truncated"),
+        ({"a": _tensor([2], [0, 8])}, b"\0" * 9, "past its last tensor"),
+        ({"a": _tensor([2], [0, 7])}, b"\0" * 7, "takes 8 bytes"),
+        ({"a": _tensor([2], [8, 0])}, b"\0" * 8, "takes 8 bytes"),
+        ({"a": _tensor([2], [0, 8]), "b": _tensor([2], [4, 12])}, b"\0" * 12, "overlaps"),
+        ({"a": _tensor([2], [4, 12])}, b"\0" * 12, "belong to none"),
+        ({"a": _tensor([-2], [0, 8])}, b"\0" * 8, "not valid"),
+        ({"a": _tensor([True, 2], [0, 8])}, b"\0" * 8, "not valid"),
+        ({"a": _tensor([2.0], [0, 8])}, b"\0" * 8, "not valid"),
+        ({"a": _tensor([1 << 61, 1 << 61], [0, 0])}, b"", "takes"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8, "needs exactly"),
+        ({"a": "F32"}, b"", "needs exactly"),
+        ([], b"", "no object"),
+        (b"{", b"", "not valid"),
+        (b"\xff\xfe", b"", "not valid"),
+        (b"[" * 100_000, b"", "not valid"),
+        (
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            b"\0" * 4,
+            "twice",
+        ),
+    ],
+)
 def test_damaged_header(header: Any, data: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words) as caught:
         read_header(_write(tmp_path / "x.safetensors", header, data))

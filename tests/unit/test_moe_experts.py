@@ -24,8 +24,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-LAYOUTS = {"plain": {}, "transposed": {"transposed": True}, "biased": {"bias": True, "transposed": True,
-           "activation": "interleaved"}, "no_gate": {"activation": "relu2"}, "post": {"post": True}}
+LAYOUTS = {
+    "plain": {},
+    "transposed": {"transposed": True},
+    "biased": {"bias": True, "transposed": True, "activation": "interleaved"},
+    "no_gate": {"activation": "relu2"},
+    "post": {"post": True},
+}
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -66,12 +71,23 @@ def test_groups_are_padded_with_zeros() -> None:
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("activation", "hidden", "inner", "options"), [
-    ("silu", 64, 32, {}), ("silu", 576, 1536, {}), ("silu", 1024, 512, {}), ("interleaved", 64, 96, {"transposed": True,
-    "bias": True}), ("gelu", 96, 72, {}), ("gelu_tanh", 64, 40, {"transposed": True}), ("relu2", 64, 56, {}),
-    ("tanh_exp", 64, 24, {"post": True}), ("gelu_no_gate", 32, 40, {})])
-def test_a_rows_bits_depend_on_the_row_alone(threads: int, backend: str, dtype: torch.dtype, activation: str,
-                                             hidden: int, inner: int, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("activation", "hidden", "inner", "options"),
+    [
+        ("silu", 64, 32, {}),
+        ("silu", 576, 1536, {}),
+        ("silu", 1024, 512, {}),
+        ("interleaved", 64, 96, {"transposed": True, "bias": True}),
+        ("gelu", 96, 72, {}),
+        ("gelu_tanh", 64, 40, {"transposed": True}),
+        ("relu2", 64, 56, {}),
+        ("tanh_exp", 64, 24, {"post": True}),
+        ("gelu_no_gate", 32, 40, {}),
+    ],
+)
+def test_a_rows_bits_depend_on_the_row_alone(
+    threads: int, backend: str, dtype: torch.dtype, activation: str, hidden: int, inner: int, options: dict[str, bool]
+) -> None:
     weights = random_experts(2, hidden, inner, activation=activation, dtype=dtype, **options)
     experts = select_backend(backend, weights)
     x = torch.randn(301, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -153,7 +169,13 @@ def test_selection() -> None:
         select_backend("grouped_mm", odd)
     with pytest.raises(ConfigError, match="must be auto or one of grouped_mm, reference"):
         select_backend("fast", odd)
-    strided = ExpertWeights(up_SIH=torch.randn(2, 16, 32).transpose(1, 2), down_SHI=torch.randn(2, 16, 16),
-                            up_bias_SI=None, down_bias_SH=None, transposed=False, activation=silu_gate)
+    strided = ExpertWeights(
+        up_SIH=torch.randn(2, 16, 32).transpose(1, 2),
+        down_SHI=torch.randn(2, 16, 16),
+        up_bias_SI=None,
+        down_bias_SH=None,
+        transposed=False,
+        activation=silu_gate,
+    )
     with pytest.raises(ConfigError, match="up weights are strided"):
         select_backend("grouped_mm", strided)

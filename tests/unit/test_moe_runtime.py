@@ -20,8 +20,15 @@ from epruntime.testing.experts import dense_moe, random_experts
 
 def make_runtime(**changes: object) -> MoERuntime:
     settings: dict[str, object] = {
-        "transport": LocalTransport(GroupInfo(rank=0, world_size=1)), "placement_for": lambda n: contiguous(n, 1),
-        "backend": "auto", "strict": True, "budget_rows": 64, "context": StepContext(), "stats": MoEStats(), **changes}
+        "transport": LocalTransport(GroupInfo(rank=0, world_size=1)),
+        "placement_for": lambda n: contiguous(n, 1),
+        "backend": "auto",
+        "strict": True,
+        "budget_rows": 64,
+        "context": StepContext(),
+        "stats": MoEStats(),
+        **changes,
+    }
     return MoERuntime(**settings)  # type: ignore[arg-type]
 
 
@@ -107,7 +114,15 @@ def test_statistics_add_up_and_are_ready_for_msgpack() -> None:
     waits = counted.pop("dispatch_s"), counted.pop("combine_s")
     assert 0 < sum(waits) < 1
     # Two steps of three valid tokens; the fourth row is padding. A row: 64 bytes of x, 8 of slots, padded to 80.
-    assert counted == {"expert_tokens": [2, 2, 0, 6], "not_routed": 2, "steps": 2, "rounds": 2, "rows_sent": 6,
-                       "rows_received": 6, "dispatch_bytes": 2 * 3 * 80, "combine_bytes": 2 * 5 * 64}
+    assert counted == {
+        "expert_tokens": [2, 2, 0, 6],
+        "not_routed": 2,
+        "steps": 2,
+        "rounds": 2,
+        "rows_sent": 6,
+        "rows_received": 6,
+        "dispatch_bytes": 2 * 3 * 80,
+        "combine_bytes": 2 * 5 * 64,
+    }
     with pytest.raises(AssertionError, match="layer 5: 4 experts, then 8"):
         runtime.stats.layer(5, 8)

@@ -24,12 +24,15 @@ def test_more_ranks_than_experts_leaves_ranks_empty() -> None:
     assert placement.version == 3
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"physical_to_logical": (0, 1, 1)}, r"logical experts \[2\] are on no rank"),
-    ({"physical_to_logical": (0, 1, 3)}, r"physical expert 2 holds logical 3, must be in 0\.\.2"),
-    ({"physical_to_rank": (0, 1, 2)}, r"physical expert 2 is on rank 2, must be in 0\.\.1"),
-    ({"physical_to_rank": (0, 1)}, "3 logical ids for 2 ranks"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"physical_to_logical": (0, 1, 1)}, r"logical experts \[2\] are on no rank"),
+        ({"physical_to_logical": (0, 1, 3)}, r"physical expert 2 holds logical 3, must be in 0\.\.2"),
+        ({"physical_to_rank": (0, 1, 2)}, r"physical expert 2 is on rank 2, must be in 0\.\.1"),
+        ({"physical_to_rank": (0, 1)}, "3 logical ids for 2 ranks"),
+    ],
+)
 def test_an_impossible_placement_is_refused(change: dict[str, tuple[int, ...]], message: str) -> None:
     good = {"physical_to_logical": (0, 1, 2), "physical_to_rank": (0, 1, 1)}
     Placement(version=0, num_logical=3, world_size=2, **good)
@@ -39,8 +42,9 @@ def test_an_impossible_placement_is_refused(change: dict[str, tuple[int, ...]], 
 
 def test_replicas_are_dealt_to_token_rows_in_turn() -> None:
     # Logical 0 on ranks 0, 1 and 2; logical 1 on rank 1 only, where it sits before the replica of 0.
-    placement = Placement(version=0, num_logical=2, world_size=3, physical_to_logical=(0, 1, 0, 0),
-                          physical_to_rank=(0, 1, 1, 2))
+    placement = Placement(
+        version=0, num_logical=2, world_size=3, physical_to_logical=(0, 1, 0, 0), physical_to_rank=(0, 1, 1, 2)
+    )
     assert placement.replicas == ((0, 2, 3), (1,))
     rank, slot = PlacementTables(placement).addresses(torch.tensor([[0, 1], [0, -1], [0, 0], [0, 1]]))
     assert rank.tolist() == [[0, 1], [1, 3], [2, 2], [0, 1]]  # 3 = the world size: not routed
@@ -68,8 +72,12 @@ def test_rounds_on_paper() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.integers(0, 20), min_size=n, max_size=n),
-                                                    min_size=n, max_size=n)), st.integers(1, 30))
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 20), min_size=n, max_size=n), min_size=n, max_size=n)
+    ),
+    st.integers(1, 30),
+)
 def test_rounds_keep_every_row_and_the_budget(matrix: list[list[int]], budget: int) -> None:
     rows = torch.tensor(matrix)
     rounds = split_rounds(rows, budget)
@@ -86,11 +94,17 @@ def test_row_plan_names_every_choice_once(data: st.DataObject) -> None:
     world, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     physical = [*range(experts), *data.draw(st.lists(st.integers(0, experts - 1), max_size=4))]
     owners = data.draw(st.lists(st.integers(0, world - 1), min_size=len(physical), max_size=len(physical)))
-    placement = Placement(version=0, num_logical=experts, world_size=world, physical_to_logical=tuple(physical),
-                          physical_to_rank=tuple(owners))
+    placement = Placement(
+        version=0,
+        num_logical=experts,
+        world_size=world,
+        physical_to_logical=tuple(physical),
+        physical_to_rank=tuple(owners),
+    )
     tokens, top_k = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 5))
-    ids = torch.tensor([[data.draw(st.integers(-1, experts - 1)) for _ in range(top_k)] for _ in range(tokens)],
-                       dtype=torch.int64).reshape(tokens, top_k)
+    ids = torch.tensor(
+        [[data.draw(st.integers(-1, experts - 1)) for _ in range(top_k)] for _ in range(tokens)], dtype=torch.int64
+    ).reshape(tokens, top_k)
     plan = plan_rows(ids, PlacementTables(placement))
     destination = [r for r, n in enumerate(plan.rows_R.tolist()) for _ in range(n)]
     assert len({*zip(destination, plan.token_N.tolist(), strict=True)}) == len(destination)  # one row per pair
@@ -107,8 +121,10 @@ def test_row_plan_names_every_choice_once(data: st.DataObject) -> None:
             assert at < 0 or results[at] == (t, k, int(ids[t, k]))
 
 
-@pytest.mark.parametrize(("hidden", "top_k", "dtype", "row_bytes"), [
-    (4, 1, torch.float32, 32), (7, 3, torch.bfloat16, 32), (1024, 8, torch.bfloat16, 2080), (1, 1, torch.float32, 16)])
+@pytest.mark.parametrize(
+    ("hidden", "top_k", "dtype", "row_bytes"),
+    [(4, 1, torch.float32, 32), (7, 3, torch.bfloat16, 32), (1024, 8, torch.bfloat16, 2080), (1, 1, torch.float32, 16)],
+)
 def test_row_format(hidden: int, top_k: int, dtype: torch.dtype, row_bytes: int) -> None:
     fmt = RowFormat(hidden_size=hidden, top_k=top_k, dtype=dtype)
     assert fmt.row_bytes == row_bytes

@@ -17,7 +17,11 @@ LIMITS = Limits(max_model_len=32, vocab_size=100, eos_token_ids=(2, 5))
 def _process(prompt: object, **params: object):  # type: ignore[no-untyped-def]
     processor = InputProcessor(None, LIMITS)
     return processor.process(
-        prompt, SamplingParams(**params), rid=7, request_id="r", arrival_time=0.0  # type: ignore[arg-type]
+        prompt,
+        SamplingParams(**params),
+        rid=7,
+        request_id="r",
+        arrival_time=0.0,  # type: ignore[arg-type]
     )
 
 

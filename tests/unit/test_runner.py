@@ -83,21 +83,48 @@ def expected_tokens(prompt: list[int], spec: SamplingSpec, *, num_prompt: int | 
 
 def make_runner(max_num_batched_tokens: int = 64, strict: bool = True) -> tuple[ModelRunner, HistoryModel, StepContext]:
     model, context = HistoryModel(), StepContext()
-    inputs = InputBatch(block_size=BLOCK, num_kv_blocks=BLOCKS, max_num_batched_tokens=max_num_batched_tokens,
-                        max_model_len=100, vocab_size=VOCABULARY, strict=strict)
+    inputs = InputBatch(
+        block_size=BLOCK,
+        num_kv_blocks=BLOCKS,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=100,
+        vocab_size=VOCABULARY,
+        strict=strict,
+    )
     return ModelRunner(model, context=context, inputs=inputs), model, context
 
 
-def spec(max_tokens: int = 5, stop_ids: tuple[int, ...] = (), temperature: float = 0.0, seed: int = 0,
-         logprobs: int = -1) -> SamplingSpec:
-    return SamplingSpec(temperature=temperature, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids,
-                        max_tokens=max_tokens, logprobs=logprobs)
+def spec(
+    max_tokens: int = 5, stop_ids: tuple[int, ...] = (), temperature: float = 0.0, seed: int = 0, logprobs: int = -1
+) -> SamplingSpec:
+    return SamplingSpec(
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        seed=seed,
+        stop_ids=stop_ids,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+    )
 
 
-def new(rid: int, tokens: list[int], sampling: SamplingSpec, blocks: range | tuple[int, ...], *,
-        num_prompt: int | None = None, num_computed: int = 0) -> NewRequest:
-    return NewRequest(rid=rid, token_ids=tuple(tokens), num_prompt_tokens=num_prompt or len(tokens),
-                      num_computed_tokens=num_computed, block_ids=tuple(blocks), sampling=sampling)
+def new(
+    rid: int,
+    tokens: list[int],
+    sampling: SamplingSpec,
+    blocks: range | tuple[int, ...],
+    *,
+    num_prompt: int | None = None,
+    num_computed: int = 0,
+) -> NewRequest:
+    return NewRequest(
+        rid=rid,
+        token_ids=tuple(tokens),
+        num_prompt_tokens=num_prompt or len(tokens),
+        num_computed_tokens=num_computed,
+        block_ids=tuple(blocks),
+        sampling=sampling,
+    )
 
 
 class Collected:
@@ -134,7 +161,8 @@ def test_a_batch_equals_each_request_by_itself(strict, temperature):
     collected = Collected(runner)
     first = collected.run(
         new=tuple(new(rid, p, specs[rid], range(rid * 5, rid * 5 + 5)) for rid, p in PROMPTS.items()),
-        prefill={rid: len(p) for rid, p in PROMPTS.items()})
+        prefill={rid: len(p) for rid, p in PROMPTS.items()},
+    )
     assert first.num_prefill_tokens == sum(map(len, PROMPTS.values()))
     assert first.num_decode_tokens == 0
     assert context.num_tokens == 17
@@ -188,8 +216,9 @@ def test_preempted_and_readmitted_with_other_blocks_goes_on_where_it_was():
     runner, _, _ = make_runner()
     s = spec(max_tokens=7, temperature=1.0, seed=99)
     collected = Collected(runner)
-    collected.run(new=(new(1, PROMPTS[2], s, range(3)), new(2, PROMPTS[3], spec(20), range(20, 30))),
-                  prefill={1: 9, 2: 1})
+    collected.run(
+        new=(new(1, PROMPTS[2], s, range(3)), new(2, PROMPTS[3], spec(20), range(20, 30))), prefill={1: 9, 2: 1}
+    )
     collected.run()
     collected.run()
     known = PROMPTS[2] + collected.tokens[1]
@@ -258,8 +287,9 @@ def test_rows_and_logits_rows_are_padded():
     seen: list[ForwardBatch] = []
     forward = model.forward
     model.forward = lambda batch: (seen.append(batch), forward(batch))[1]  # type: ignore[method-assign]
-    Collected(runner).run(new=(new(1, list(range(33)), spec(), range(9)), new(2, [5, 6], spec(), range(10, 12))),
-                          prefill={1: 33, 2: 2})
+    Collected(runner).run(
+        new=(new(1, list(range(33)), spec(), range(9)), new(2, [5, 6], spec(), range(10, 12))), prefill={1: 33, 2: 2}
+    )
     (batch,) = seen
     assert batch.num_tokens == 35
     assert batch.input_ids_T.numel() == 64
@@ -299,9 +329,14 @@ def test_an_error_ends_its_own_request_only():
     collected = Collected(runner)
     s = spec(max_tokens=3, logprobs=0)
     result = collected.run(
-        new=(new(1, PROMPTS[1], s, range(4)), new(2, [5, NAN_HISTORY_END], s, range(4, 8)),
-             new(3, [5, VOCABULARY], s, range(8, 12)), new(4, [-1], s, range(12, 16))),
-        prefill={1: 3, 2: 2, 3: 2, 4: 1})
+        new=(
+            new(1, PROMPTS[1], s, range(4)),
+            new(2, [5, NAN_HISTORY_END], s, range(4, 8)),
+            new(3, [5, VOCABULARY], s, range(8, 12)),
+            new(4, [-1], s, range(12, 16)),
+        ),
+        prefill={1: 3, 2: 2, 3: 2, 4: 1},
+    )
     assert result.rids.tolist() == [1, 2, 3, 4]
     assert result.tokens[1:].tolist() == [-1, -1, -1]
     assert result.finish.tolist() == [FINISH_NONE, FINISH_ERROR, FINISH_ERROR, FINISH_ERROR]
@@ -362,8 +397,10 @@ def test_many_requests_with_random_chunks_holds_and_preemptions():
     runner, _, _ = make_runner(max_num_batched_tokens=24)
     collected = Collected(runner)
     prompts = {rid: random.integers(0, 48, random.integers(1, 16)).tolist() for rid in range(12)}
-    specs = {rid: spec(int(random.integers(1, 9)), temperature=float(rid % 2), seed=rid, stop_ids=(1, 2, 3))
-             for rid in prompts}
+    specs = {
+        rid: spec(int(random.integers(1, 9)), temperature=float(rid % 2), seed=rid, stop_ids=(1, 2, 3))
+        for rid in prompts
+    }
     done: dict[int, int] = {}  # rid -> computed tokens, of requests on the rank
     waiting, free, preemptions = list(prompts), list(range(BLOCKS)), 0
     table: dict[int, list[int]] = {}
@@ -422,14 +459,17 @@ def test_under_the_real_scheduler_with_plans_in_flight(depth, num_kv_blocks):
     """`depth` plans are executed before the first result is applied: what a pipeline does to the scheduler."""
     random = np.random.default_rng(depth * 100 + num_kv_blocks)
     config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=12)
-    scheduler = GroupScheduler(config, block_size=BLOCK, num_kv_blocks=num_kv_blocks, prefix_caching=True,
-                               max_model_len=36, generation=3)
+    scheduler = GroupScheduler(
+        config, block_size=BLOCK, num_kv_blocks=num_kv_blocks, prefix_caching=True, max_model_len=36, generation=3
+    )
     runner, _, _ = make_runner(max_num_batched_tokens=12)
     shared = random.integers(0, 48, 9).tolist()
-    prompts = {rid: (shared if rid % 3 else []) + random.integers(0, 49, random.integers(1, 12)).tolist()
-               for rid in range(14)}
-    specs = {rid: spec(int(random.integers(1, 14)), temperature=float(rid % 2), seed=rid, stop_ids=(1, 2))
-             for rid in prompts}
+    prompts = {
+        rid: (shared if rid % 3 else []) + random.integers(0, 49, random.integers(1, 12)).tolist() for rid in range(14)
+    }
+    specs = {
+        rid: spec(int(random.integers(1, 14)), temperature=float(rid % 2), seed=rid, stop_ids=(1, 2)) for rid in prompts
+    }
     arriving, tokens, finish, in_flight, step = list(prompts), {}, {}, [], 0
     while len(finish) < len(prompts):
         assert step < 500

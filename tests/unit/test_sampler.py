@@ -14,10 +14,12 @@ from epruntime.worker import sampler
 from epruntime.worker.philox import philox4x32, uniform
 
 
-def spec(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-         logprobs: int = -1) -> SamplingSpec:
-    return SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=(), max_tokens=8,
-                        logprobs=logprobs)
+def spec(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, logprobs: int = -1
+) -> SamplingSpec:
+    return SamplingSpec(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=(), max_tokens=8, logprobs=logprobs
+    )
 
 
 def kept_by_transformers(row_V: torch.Tensor, s: SamplingSpec) -> list[int]:
@@ -43,8 +45,11 @@ def kept_here(row_V: torch.Tensor, s: SamplingSpec) -> list[int]:
         # "kat_vectors" of the Random123 library, philox4x32 with 10 rounds.
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
 def test_philox_known_answers(counter, key, expected):

@@ -21,7 +21,7 @@ def seed_that_stops_at(prompt: list[int], num_output: int, max_tokens: int) -> t
     for seed in range(1000):
         tokens, _ = unbatched(prompt, make_spec(max_tokens=max_tokens, seed=seed), VOCAB_SIZE)
         stop = tokens[num_output - 1]
-        if stop not in tokens[:num_output - 1]:
+        if stop not in tokens[: num_output - 1]:
             return seed, stop
     raise AssertionError("no such seed")
 

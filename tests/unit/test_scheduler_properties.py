@@ -34,7 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=seqs,
             max_num_batched_tokens=seqs + data.draw(st.integers(0, 8), "more tokens"),
             prefix_caching=data.draw(st.booleans(), "prefix_caching"),
-            late=data.draw(st.booleans(), "late"))
+            late=data.draw(st.booleans(), "late"),
+        )
 
     @rule(data=st.data(), stem=st.sampled_from(STEMS), stop_ids=st.lists(TOKENS, max_size=2), seed=st.integers(0, 2))
     def add(self, data, stem, stop_ids, seed):
@@ -69,16 +70,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.finish()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 def crowd(seed: int, *, depth: int = 2, check: bool = True) -> SchedulerSim:
     """Far more requests than a small cache holds, with random stops and drops, run to their end."""
     rng = random.Random(seed)
-    sim = SchedulerSim(depth=depth, block_size=2, num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=9, late=True,
-                       check=check)
+    sim = SchedulerSim(
+        depth=depth, block_size=2, num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=9, late=True, check=check
+    )
     for _ in range(24):
         length, max_tokens = rng.randint(1, 9), rng.randint(1, 9)
         shared = rng.randint(0, length)
@@ -165,14 +166,15 @@ def publish_before_it_is_computed(monkeypatch):
 
 def publish_one_position_early(monkeypatch):
     confirm = KVCacheManager.confirm
-    monkeypatch.setattr(KVCacheManager, "confirm", lambda self, request, n: confirm(
-        self, request, n + (n < len(request.token_ids))))
+    monkeypatch.setattr(
+        KVCacheManager, "confirm", lambda self, request, n: confirm(self, request, n + (n < len(request.token_ids)))
+    )
 
 
 def hash_only_the_block(monkeypatch):
     def flat(hashes, token_ids, block_size, num_blocks):
         for i in range(len(hashes), num_blocks):
-            hashes.append(bytes(token_ids[i * block_size:(i + 1) * block_size]))
+            hashes.append(bytes(token_ids[i * block_size : (i + 1) * block_size]))
 
     monkeypatch.setattr("epruntime.engine.kv_cache.extend_block_hashes", flat)
 
@@ -220,12 +222,28 @@ def forget_to_tell_of_drops(monkeypatch):
 
 
 BREAKAGES = [
-    skip_quarantine, end_quarantine_a_step_early, share_without_reference, free_a_block_too_many, lose_a_block,
-    publish_before_it_is_computed, publish_one_position_early, hash_only_the_block, keep_the_hash_of_an_evicted_block,
-    readmit_at_once, lose_the_token_in_flight_of_a_preempted_request, grant_a_step_late, forget_to_tell_of_drops]
+    skip_quarantine,
+    end_quarantine_a_step_early,
+    share_without_reference,
+    free_a_block_too_many,
+    lose_a_block,
+    publish_before_it_is_computed,
+    publish_one_position_early,
+    hash_only_the_block,
+    keep_the_hash_of_an_evicted_block,
+    readmit_at_once,
+    lose_the_token_in_flight_of_a_preempted_request,
+    grant_a_step_late,
+    forget_to_tell_of_drops,
+]
 WRONG_TOKENS = [
-    skip_quarantine, end_quarantine_a_step_early, publish_before_it_is_computed, publish_one_position_early,
-    hash_only_the_block, lose_the_token_in_flight_of_a_preempted_request]
+    skip_quarantine,
+    end_quarantine_a_step_early,
+    publish_before_it_is_computed,
+    publish_one_position_early,
+    hash_only_the_block,
+    lose_the_token_in_flight_of_a_preempted_request,
+]
 CAUGHT = (PlanViolation, AssertionError, ValueError, KeyError, ProtocolError)
 
 

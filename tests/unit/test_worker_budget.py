@@ -24,8 +24,11 @@ def host(root: Path, *, available: int, groups: str = "") -> Path:
 
 def group(path: Path, *, v2: bool, limit: str, usage: int, cache: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current", "inactive_file") if v2 else (
-        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    names = (
+        ("memory.max", "memory.current", "inactive_file")
+        if v2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
     (path / names[0]).write_text(limit + "\n")
     (path / names[1]).write_text(f"{usage}\n")
     (path / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\nother 3\n")
@@ -64,8 +67,16 @@ def test_this_process_has_memory():
 
 def blocks(**changes: object) -> int:
     arguments: dict[str, object] = {
-        "num_blocks": None, "memory_bytes": None, "block_size": 16, "bytes_per_block": MIB, "max_model_len": 161,
-        "whole_length": True, "max_num_seqs": 4, "ranks_on_host": 2, "free_bytes": GIB}
+        "num_blocks": None,
+        "memory_bytes": None,
+        "block_size": 16,
+        "bytes_per_block": MIB,
+        "max_model_len": 161,
+        "whole_length": True,
+        "max_num_seqs": 4,
+        "ranks_on_host": 2,
+        "free_bytes": GIB,
+    }
     return num_kv_blocks(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
@@ -111,9 +122,19 @@ def test_max_model_len_is_bounded_by_the_model():
 
 
 def test_bodies_with_missing_or_unknown_fields_are_refused():
-    body = {"type": "load", "id": 3, "generation": 1, "model": "m", "dtype": "auto", "max_model_len": None,
-            "block_size": 16, "num_kv_blocks": None, "kv_cache_memory_bytes": None, "max_num_seqs": 2,
-            "max_num_batched_tokens": 8}
+    body = {
+        "type": "load",
+        "id": 3,
+        "generation": 1,
+        "model": "m",
+        "dtype": "auto",
+        "max_model_len": None,
+        "block_size": 16,
+        "num_kv_blocks": None,
+        "kv_cache_memory_bytes": None,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 8,
+    }
     assert parse(Load, body).ranks_on_host == 1
     with pytest.raises(ProtocolError, match=r"load.*fancy"):
         parse(Load, {**body, "fancy": 1})

@@ -47,5 +47,8 @@ def select_backend(name: str, weights: ExpertWeights) -> ExpertsBackend:
             logger.debug("experts backend %s%s", candidate, "".join(f"; not {reason}" for reason in passed_over))
             return kind()
         passed_over.append(f"{candidate}: {support.reason}")
-    raise ConfigError(f"experts_backend={name!r} cannot compute this model's experts: " + "; ".join(passed_over)
-                      + '; use experts_backend="auto" or "reference"')
+    raise ConfigError(
+        f"experts_backend={name!r} cannot compute this model's experts: "
+        + "; ".join(passed_over)
+        + '; use experts_backend="auto" or "reference"'
+    )

@@ -43,8 +43,9 @@ def rows_for_activation(num_rows: int, intermediate_size: int) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def apply_activation(activation: Callable[[torch.Tensor], torch.Tensor], h_PI: torch.Tensor, *, strict: bool
-                     ) -> torch.Tensor:
+def apply_activation(
+    activation: Callable[[torch.Tensor], torch.Tensor], h_PI: torch.Tensor, *, strict: bool
+) -> torch.Tensor:
     """The family's own gate function on all rows at once.
 
     Raises:

@@ -84,8 +84,11 @@ class ExpertsBackend(ABC):
             return rows.x_NH.new_empty((0, rows.x_NH.shape[1]))
         slot_P = None
         if weights.up_bias_SI is not None or weights.down_bias_SH is not None:
-            slot_P = torch.searchsorted(groups.ends_S, torch.arange(
-                groups.x_PH.shape[0], dtype=torch.int32, device=groups.ends_S.device), right=True)
+            slot_P = torch.searchsorted(
+                groups.ends_S,
+                torch.arange(groups.x_PH.shape[0], dtype=torch.int32, device=groups.ends_S.device),
+                right=True,
+            )
             slot_P.clamp_(max=weights.num_slots - 1)  # rows beyond the last group; nobody reads them
         h_PI = self.linear(groups.x_PH, weights.up_matrix, groups.ends_S)
         if weights.up_bias_SI is not None:

@@ -24,14 +24,19 @@ class GroupedMMExperts(ExpertsBackend):
             if not tensor.is_contiguous():
                 return Support(ok=False, reason=f"{label} weights are strided {tuple(tensor.stride())}, not contiguous")
         # Rows and weights must be strided in multiples of 16 bytes, in every operand.
-        for label, columns in (("hidden size", weights.up_matrix.shape[1]), ("up columns", weights.up_matrix.shape[2]),
-                               ("intermediate size", weights.intermediate_size)):
+        for label, columns in (
+            ("hidden size", weights.up_matrix.shape[1]),
+            ("up columns", weights.up_matrix.shape[2]),
+            ("intermediate size", weights.intermediate_size),
+        ):
             if columns * weights.up_SIH.dtype.itemsize % 16:
-                return Support(ok=False, reason=f"{label} {columns} x {weights.up_SIH.dtype.itemsize} bytes is not a "
-                                                "multiple of 16 bytes")
+                return Support(
+                    ok=False,
+                    reason=f"{label} {columns} x {weights.up_SIH.dtype.itemsize} bytes is not a multiple of 16 bytes",
+                )
         return Support(ok=True)
 
     def linear(self, x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
         out_PO = torch.nn.functional.grouped_mm(x_PI, matrix_SIO, offs=ends_S)
-        out_PO[ends_S[-1]:].zero_()  # grouped_mm leaves rows beyond the last group as they were in memory
+        out_PO[ends_S[-1] :].zero_()  # grouped_mm leaves rows beyond the last group as they were in memory
         return out_PO
