@@ -23,6 +23,7 @@ import torch
 from epruntime.ops import reference
 from epruntime.ops.attention import paged_attention
 from epruntime.ops.combine import combine_rows
+from epruntime.ops.dispatch import pack_rows
 from epruntime.ops.extension import kernel_signature, load, why_absent
 
 ROUNDS = 5
@@ -84,8 +85,9 @@ class AttentionCase:
         starts = torch.arange(self.seqs + 1, dtype=torch.int32) * self.queries
         lens = torch.full((self.seqs,), self.keys, dtype=torch.int32)
         scale = self.D**-0.5
+        whole = (self.seqs, columns * BLOCK, self.K, -1)
         dense = [
-            cache[tables.long()].view(self.seqs, columns * BLOCK, self.K, -1)[:, : self.keys].transpose(1, 2).contiguous()
+            cache[tables.long()].view(whole)[:, : self.keys].transpose(1, 2).contiguous()
             for cache in (k_cache, v_cache)
         ]
         q_dense = q.view(self.seqs, self.queries, self.H, self.D).transpose(1, 2).contiguous()
@@ -139,6 +141,31 @@ class CombineCase:
         return row(self.name, took, f"{moved / took['kernel'] / 1e9:.1f}", "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackCase:
+    """`rows` message rows from `tokens` rows of x."""
+
+    name: str
+    tokens: int
+    rows: int
+    choices: int
+    hidden: int
+    dtype: torch.dtype
+
+    def run(self) -> str:
+        x = torch.randn(self.tokens, self.hidden).to(self.dtype)
+        token = torch.arange(self.rows) % self.tokens
+        slots = torch.zeros(self.rows, self.choices, dtype=torch.int32)
+        slots_at, row_bytes = x[0].nbytes, x[0].nbytes + 4 * self.choices
+        took = seconds(
+            {
+                "kernel": lambda: pack_rows(x, token, slots, slots_at=slots_at, row_bytes=row_bytes),
+                "plain": lambda: reference.pack_rows(x, token, slots, slots_at, row_bytes),
+            }
+        )
+        return row(self.name, took, f"{2 * self.rows * row_bytes / took['kernel'] / 1e9:.1f}", "")
+
+
 def row(name: str, took: dict[str, float], gigabytes: str, gigaflops: str) -> str:
     def against(rival: str) -> str:
         return f"{took[rival] * 1e6:.0f} us, {took[rival] / took['kernel']:.1f}x" if rival in took else ""
@@ -148,20 +175,35 @@ def row(name: str, took: dict[str, float], gigabytes: str, gigaflops: str) -> st
 
 
 F32, BF16 = torch.float32, torch.bfloat16
-CASES: list[AttentionCase | CombineCase] = [
-    AttentionCase(name="decode 16 x 1,024, GQA 16/4 x 128, fp32", seqs=16, keys=1024, queries=1, H=16, K=4, D=128, V=128, dtype=F32),
-    AttentionCase(name="decode 16 x 1,024, GQA 16/4 x 128, bf16", seqs=16, keys=1024, queries=1, H=16, K=4, D=128, V=128, dtype=BF16),
-    AttentionCase(name="decode 16 x 1,024, MHA 16 x 128, fp32", seqs=16, keys=1024, queries=1, H=16, K=16, D=128, V=128, dtype=F32),
-    AttentionCase(name="decode 16 x 1,024, MHA 16 x 128, bf16", seqs=16, keys=1024, queries=1, H=16, K=16, D=128, V=128, dtype=BF16),
-    AttentionCase(name="decode 4 x 64, GQA 9/3 x 64, fp32", seqs=4, keys=64, queries=1, H=9, K=3, D=64, V=64, dtype=F32),
-    AttentionCase(name="decode 8 x 1,024, MLA 16 x 576/512, bf16", seqs=8, keys=1024, queries=1, H=16, K=1, D=576, V=512, dtype=BF16, latent=True),
-    AttentionCase(name="prefill 1 x 1,024, GQA 16/4 x 128, fp32", seqs=1, keys=1024, queries=1024, H=16, K=4, D=128, V=128, dtype=F32),
-    AttentionCase(name="prefill 1 x 1,024, GQA 16/4 x 128, bf16", seqs=1, keys=1024, queries=1024, H=16, K=4, D=128, V=128, dtype=BF16),
-    AttentionCase(name="chunk 64 after 960, GQA 9/3 x 64, fp32", seqs=1, keys=1024, queries=64, H=9, K=3, D=64, V=64, dtype=F32),
+HEADS: dict[str, dict[str, int]] = {
+    "GQA 16/4 x 128": {"H": 16, "K": 4, "D": 128, "V": 128},
+    "MHA 16 x 128": {"H": 16, "K": 16, "D": 128, "V": 128},
+    "GQA 9/3 x 64": {"H": 9, "K": 3, "D": 64, "V": 64},
+    "MLA 16 x 576/512": {"H": 16, "K": 1, "D": 576, "V": 512, "latent": True},
+}
+
+
+def attention(kind: str, heads: str, dtype: torch.dtype, seqs: int, keys: int, queries: int = 1) -> AttentionCase:
+    name = f"{kind}, {heads}, {'fp32' if dtype == F32 else 'bf16'}"
+    return AttentionCase(name=name, seqs=seqs, keys=keys, queries=queries, dtype=dtype, **HEADS[heads])
+
+
+CASES: list[AttentionCase | CombineCase | PackCase] = [
+    attention("decode 16 x 1,024", "GQA 16/4 x 128", F32, 16, 1024),
+    attention("decode 16 x 1,024", "GQA 16/4 x 128", BF16, 16, 1024),
+    attention("decode 16 x 1,024", "MHA 16 x 128", F32, 16, 1024),
+    attention("decode 16 x 1,024", "MHA 16 x 128", BF16, 16, 1024),
+    attention("decode 4 x 64", "GQA 9/3 x 64", F32, 4, 64),
+    attention("decode 8 x 1,024", "MLA 16 x 576/512", BF16, 8, 1024),
+    attention("prefill 1 x 512", "GQA 16/4 x 128", F32, 1, 512, 512),
+    attention("prefill 1 x 512", "GQA 16/4 x 128", BF16, 1, 512, 512),
+    attention("chunk 64 after 960", "GQA 9/3 x 64", F32, 1, 1024, 64),
     CombineCase(name="combine 32 x 8 of 2,048, bf16", tokens=32, choices=8, hidden=2048, dtype=BF16),
     CombineCase(name="combine 2,048 x 8 of 2,048, bf16", tokens=2048, choices=8, hidden=2048, dtype=BF16),
     CombineCase(name="combine 2,048 x 2 of 576, fp32", tokens=2048, choices=2, hidden=576, dtype=F32),
-]  # fmt: skip
+    PackCase(name="pack 64 rows of 32 x 2,048, bf16", tokens=32, rows=64, choices=8, hidden=2048, dtype=BF16),
+    PackCase(name="pack 1,024 rows of 512 x 2,048, bf16", tokens=512, rows=1024, choices=8, hidden=2048, dtype=BF16),
+]
 
 
 def main() -> None:
@@ -178,16 +220,17 @@ def main() -> None:
         platform.machine(),
     )
     bandwidth, flops = machine_limits()
-    command = f"python benchmarks/bench_ops.py --threads {arguments.threads}"
+    clock = "process CPU time" if arguments.threads == 1 else "wall time"
+    signature = ", ".join(f"{name} {value}" for name, value in kernel_signature().items())
     lines = [
         "# Kernels beside torch",
         "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}; {processor}, threads: {arguments.threads}; "
-        f"Python {platform.python_version()}; {', '.join(f'{k} {v}' for k, v in kernel_signature().items())}.",
+        f"`python benchmarks/bench_ops.py --threads {arguments.threads}`, {time.strftime('%Y-%m-%d')}; {processor}, "
+        f"threads: {arguments.threads}; {clock}; Python {platform.python_version()}; {signature}.",
         "",
-        f"Machine, measured in the same run: memory reads {bandwidth:.1f} GB/s, fp32 matrix product {flops:.0f} GFLOP/s. "
-        "GB/s counts each key, value and row once, so that a case that fits a cache may exceed memory. "
-        "`x` is the rival's time over ours.",
+        f"Limits of the machine, measured in the same run: memory reads {bandwidth:.1f} GB/s, fp32 matrix product "
+        f"{flops:.0f} GFLOP/s. GB/s counts each key, value and row once, so that a case that fits a cache may exceed "
+        "memory. `x` is the rival's time over ours.",
         "",
         "| case | kernel | plain torch | SDPA, contiguous keys | GB/s | GFLOP/s |",
         "|---|---|---|---|---|---|",
