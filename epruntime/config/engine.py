@@ -103,8 +103,8 @@ class CacheConfig:
     block_size: int = option(16, "tokens per KV block")
     kv_cache_memory_gb: float | None = option(
         None,
-        "KV budget per rank in GiB; default: what max_num_seqs sequences of max_model_len need, at most a quarter of the "
-        "free memory per rank",
+        "KV budget per rank in GiB; default: what max_num_seqs sequences of max_model_len need, at most a quarter of "
+        "the free memory per rank",
     )
     num_kv_blocks: int | None = option(None, "KV blocks per rank; overrides kv_cache_memory_gb")
     enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt prefixes on the same rank")

@@ -465,7 +465,7 @@ def test_whatever_a_launcher_raises_ends_the_start_at_once():
             raise RuntimeError("boom")
 
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="rank 0 on host .* could not be started: RuntimeError: boom"):
+    with pytest.raises(LaunchError, match=r"rank 0 on host .* could not be started: RuntimeError: boom"):
         run(RankPool.start(1, launcher=Broken(), start_timeout_s=60))
     assert time.monotonic() - began < 20
 

@@ -102,7 +102,7 @@ class FakeLLM:
 
     async def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while self.live and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self.live and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         return not self.live
 

@@ -205,7 +205,7 @@ def test_async_cancellation_ends_the_request(slow):
     async def main() -> None:
         async with AsyncClient(slow.address) as client:
             task = asyncio.create_task(client.generate("abc", max_tokens=100_000))
-            while not slow.llm.live:  # noqa: ASYNC110
+            while not slow.llm.live:
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
