@@ -130,6 +130,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     config = adapter.read_config(path)
     architecture = refusal.check_architecture(path, config, raw)
     checkpoint = open_checkpoint(path, raw)
+    refusal.check_sizes(path, config, len(checkpoint.tensors))
     torch_dtype = _pick_dtype(path, dtype, config, checkpoint)
     model = adapter.build_meta_model(config, torch_dtype)
     structure = _examine(model, config, where=str(path))

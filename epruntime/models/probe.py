@@ -142,6 +142,8 @@ class _Recorder:
             raise UnsupportedModelError(
                 f"{name} is called with hidden states {tuple(hidden_states.shape)}, ids {tuple(top_k_index.shape)} and "
                 f"weights {tuple(top_k_weights.shape)}, not [T, H], [T, K], [T, K]")
+        if top_k_index.shape[1] < 1:
+            raise UnsupportedModelError(f"{name} is called with no expert for a token: config.json says top-k 0")
         self.top_k[name] = top_k_index.shape[1]
         return torch.empty_like(hidden_states)
 
@@ -236,8 +238,9 @@ def _run(model: torch.nn.Module) -> Probe:
         raise UnsupportedModelError(f"{kind}: {error}") from error
     except Exception as error:  # a foreign forward raises what it likes
         raise UnsupportedModelError(
-            f"{kind}: its forward needs more than attention over keys and values and routed experts (for example "
-            f"recurrent state): {type(error).__name__}: {error}") from error
+            f"{kind}: its forward does not run with attention over keys and values and routed experts alone. It needs "
+            "more (for example recurrent state), or the values of config.json do not fit each other: "
+            f"{type(error).__name__}: {error}") from error
     if recorder.updates:
         raise UnsupportedModelError(f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
                                     "attend through the attention interface")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from epruntime.errors import UnsupportedModelError
+from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, SINCE
 
@@ -70,6 +70,20 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
         raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served "
                                     f"as {architecture} only")
     return architecture
+
+
+def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
+    """Refuses sizes that nothing later would catch, or only after hours of building module after module.
+
+    Raises:
+        CheckpointError: config.json is damaged, or belongs to other files.
+    """
+    if config.max_position_embeddings < 1:
+        raise CheckpointError(f"{path}: config.json says max_position_embeddings={config.max_position_embeddings}; a "
+                              "sequence has at least one token")
+    if config.num_hidden_layers > num_tensors:
+        raise CheckpointError(f"{path}: config.json says num_hidden_layers={config.num_hidden_layers}, but the "
+                              f"checkpoint holds {num_tensors} tensors in all")
 
 
 def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, torch.nn.Module]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from epruntime.errors import CheckpointError
+from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models.checkpoint import Checkpoint
 from epruntime.models.conversions import Conversions, Stacking, natural_order
 from epruntime.models.safetensors import RangeReader, TensorEntry
@@ -119,6 +119,7 @@ class WeightPlan:
 
     Raises:
         CheckpointError: tensors are missing, left over, or of another shape than the configuration says.
+        UnsupportedModelError: a tensor holds integers where the model has floating-point numbers.
     """
 
     def __init__(self, checkpoint: Checkpoint, conversions: Conversions, shards: dict[str, ExpertShard]) -> None:
@@ -180,6 +181,7 @@ class WeightPlan:
             if place is None:
                 (ignored if self._conversions.may_be_ignored(key) else extra).append(key)
                 continue
+            self._check_kind(self._checkpoint.tensors[key], place.target)
             group = groups.setdefault(place.target, _Group(target=place.target, outputs=place.outputs))
             group.by_pattern.setdefault(place.pattern, []).append(self._checkpoint.tensors[key])
         if extra:
@@ -226,6 +228,13 @@ class WeightPlan:
                                   f"its first dimension is not the {shard.num_experts} experts")
         return shard
 
+    def _check_kind(self, entry: TensorEntry, target: str) -> None:
+        expected = self._conversions.expected.get(target)
+        if expected is not None and expected.is_floating_point() != entry.dtype.is_floating_point:
+            raise UnsupportedModelError(
+                f"{self._checkpoint.path}: {entry.name} holds {entry.dtype} where the model has {expected.dtype}: "
+                "integers in place of weights are quantised ones, which are not supported")
+
     def _check_shape(self, entry: TensorEntry, expected: tuple[int, ...]) -> None:
         if entry.shape != expected:
             raise CheckpointError(f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls "
@@ -239,11 +248,12 @@ class WeightPlan:
                 continue
             found = [_expert_number(entry.name, entries[0].name, entries[-1].name) for entry in entries]
             if found != list(range(shard.num_experts)):
-                absent = sorted(set(range(shard.num_experts)) - set(found))
+                wanted = set(range(shard.num_experts))
+                absent, extra = (_listed([str(e) for e in sorted(ids)]) or "none"
+                                 for ids in (wanted - set(found), set(found) - wanted))
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {group.target} needs one tensor {pattern} per expert, 0 to "
-                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: "
-                    f"{_listed([str(e) for e in absent])}")
+                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: {absent}; too many: {extra}")
 
     def _check_stacking(self, step: _Step, stacking: Stacking) -> None:
         full = self._conversions.expected[step.target].shape

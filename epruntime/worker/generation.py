@@ -5,6 +5,7 @@ configure -> Generation: transport -> load: MoE runtime, model, KV cache -> Serv
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,11 +18,14 @@ from epruntime.moe.placement import contiguous
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
+from epruntime.ops.padding import steady_rows
 from epruntime.worker.input_batch import InputBatch
 from epruntime.worker.kv_budget import num_kv_blocks, resolve_max_model_len
 from epruntime.worker.letters import Configure, Load
 from epruntime.worker.memory import free_memory_bytes
 from epruntime.worker.runner import ModelRunner
+
+logger = logging.getLogger("epruntime.worker.generation")
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -112,6 +116,11 @@ class Generation:
         inputs = InputBatch(
             block_size=letter.block_size, num_kv_blocks=blocks, max_num_batched_tokens=letter.max_num_batched_tokens,
             max_model_len=max_model_len, vocab_size=model.info.vocab_size, strict=config.strict)
+        if config.strict and not steady_rows(model.info.hidden_size, model.info.dtype):
+            logger.warning(
+                "the model's hidden size of %d floats is no multiple of 16 bytes: torch's narrow products then depend on a "
+                "row's place in the batch, and the last bits of a request's logits on its batch-mates, in spite of "
+                "invariance=strict", model.info.hidden_size)
         runner = ModelRunner(model, context=self.context, inputs=inputs)
         return ServedModel(model=model, runner=runner, moe=moe, num_kv_blocks=blocks, block_size=letter.block_size,
                            max_model_len=max_model_len)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epruntime.ops.combine import combine_rows
-from epruntime.ops.padding import padded_rows
+from epruntime.ops.padding import padded_rows, steady_rows
 from tests.kernels.paged import PagedCase
 
 CASES = {
@@ -115,3 +115,24 @@ def test_padded_grouped_mm(dtype: torch.dtype, num_threads: int, threads: None) 
         ends = torch.tensor([mate, mate + size, 2 * mate + size], dtype=torch.int32)
         out = torch.nn.functional.grouped_mm(padded, weight_EIO, offs=ends)[mate : mate + rows]
         assert torch.equal(out, whole[:rows]), f"{rows} rows on {num_threads} threads"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 7, 8, 11, 16, 60, 131])
+def test_a_row_s_place_in_a_padded_product_changes_nothing(
+    columns: int, dtype: torch.dtype, num_threads: int, threads: None
+) -> None:
+    """Products as narrow as a router's, at row lengths that `steady_rows` vouches for."""
+    torch.set_num_threads(num_threads)
+    for length in (36, 40, 66, 72, 100, 576, 1030, 2048):
+        if not steady_rows(length, str(dtype).removeprefix("torch.")):
+            continue
+        draw = torch.Generator().manual_seed(length)
+        weight = torch.randn(columns, length, generator=draw).to(dtype)
+        x = torch.randn(160, length, generator=draw).to(dtype)
+        whole = torch.nn.functional.linear(x, weight)
+        for first in (1, 7, 30):
+            for rows in (32, 64, 96):
+                part = torch.nn.functional.linear(x[first : first + rows].clone(), weight)
+                assert torch.equal(part, whole[first : first + rows]), f"{rows} rows of {length} from {first}"

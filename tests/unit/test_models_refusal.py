@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,43 @@ def test_config(changes: dict[str, Any], words: list[str], copy: Path) -> None:
     _refused(copy, UnsupportedModelError, *words)
 
 
+@pytest.mark.parametrize(("changes", "kind", "words"), [
+    ({"max_position_embeddings": 0}, CheckpointError, ["max_position_embeddings=0"]),
+    ({"num_hidden_layers": 10**7}, CheckpointError, ["num_hidden_layers=10000000", "tensors in all"]),
+    ({"num_experts_per_tok": 0}, UnsupportedModelError, ["top-k 0"]),
+    ({"num_experts_per_tok": 9}, UnsupportedModelError, ["do not fit each other"]),
+])
+def test_sizes_that_cannot_be(changes: dict[str, Any], kind: type[EPRuntimeError], words: list[str], copy: Path
+                              ) -> None:
+    _config(copy, **changes)
+    _refused(copy, kind, *words)
+
+
+@pytest.mark.parametrize("eos", ["</s>", [[2]], [2, "</s>"], {"a": 1}])
+def test_end_of_sequence_that_is_no_token_id(eos: Any, copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    _refused(copy, CheckpointError, "generation_config.json", "eos_token_id")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.block_sparse_moe.experts.3.w2.weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_integers_in_place_of_weights(name: str, dtype: torch.dtype, copy: Path) -> None:
+    """Quantised weights of a checkpoint whose config.json does not say so."""
+    _tensors(copy, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    _refused(copy, UnsupportedModelError, name, str(dtype), "quantised")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, copy: Path) -> None:
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    if name.endswith("index.json"):
+        assert inspect_model(copy).num_experts == 8  # model.safetensors is there: the index is not needed
+    else:
+        _refused(copy, CheckpointError, name, "not a regular file")
+
+
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
 def test_refused_types_are_named(model_type: str, copy: Path) -> None:
     assert model_type not in COVERED
@@ -135,7 +173,7 @@ def test_one_expert_too_many(copy: Path) -> None:
             tensors[name.replace(".7.", ".8.")] = tensors[name].clone()
 
     _tensors(copy, add)
-    _refused(copy, CheckpointError, "0 to 7", "found 9")
+    _refused(copy, CheckpointError, "0 to 7", "found 9", "too many: 8")
 
 
 def test_extra_tensors_are_listed(copy: Path) -> None:
@@ -172,6 +210,7 @@ def test_nothing_there(copy: Path) -> None:
     ({"weight_map": {"a": "absent.safetensors"}}, "absent.safetensors"),
     ({"weight_map": {"a": "model.safetensors"}}, "disagree"),
     ({"weight_map": {}}, "no weight_map"),
+    ({"weight_map": {"a": ["model.safetensors"]}}, "no safetensors file of this directory"),
     ([], "no JSON object"),
 ])
 def test_bad_index(index: Any, words: str, copy: Path) -> None:
