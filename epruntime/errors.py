@@ -6,6 +6,9 @@ reports) the second. `STATUS` is the one table that maps a type to a gRPC code a
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class EPRuntimeError(Exception):
     """Root of the tree: `except EPRuntimeError` catches all that this package raises on purpose."""
@@ -106,6 +109,9 @@ class RankLostError(EngineDeadError):
     def __init__(self, *, slot: int, host: str, detail: str) -> None:
         self.slot, self.host, self.detail = slot, host, detail
         super().__init__(f"rank {slot} on host {host} is lost: {detail}")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # callers may carry it to another process, as Ray does
+        return partial(type(self), slot=self.slot, host=self.host, detail=self.detail), ()
 
 
 #: exception type -> (grpc.StatusCode name, HTTP status). First match in order wins.

@@ -129,13 +129,11 @@ class EngineCore:
     def _send_step(self) -> list[asyncio.Future[Reply]]:
         """Makes and sends the next step's plan for every rank; an idle rank gets an empty one."""
         step, self._next_step = self._next_step, self._next_step + 1
-        futures = []
-        for rank, scheduler in zip(self._ranks, self.schedulers, strict=True):
-            plan = scheduler.plan(step)
-            futures.append(rank.call("plan", plan=plan.to_wire()))
+        plans = [scheduler.plan(step) for scheduler in self.schedulers]
+        for plan in plans:
             for new in plan.new:
                 self._on_scheduled(new.rid)
-        return futures
+        return [rank.call("plan", plan=plan.to_wire()) for rank, plan in zip(self._ranks, plans, strict=True)]
 
     async def _collect(self, futures: list[asyncio.Future[Reply]]) -> list[StepResult]:
         """Waits for every rank's result of the oldest step in flight.

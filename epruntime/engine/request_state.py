@@ -6,6 +6,7 @@ TokenUpdate -> RequestState.update -> (detokenise, stop strings) -> snapshot() -
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from epruntime.engine.tokenizer import Tokenizer
 from epruntime.errors import RequestFailedError
 from epruntime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from epruntime.plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, TokenLogprobs
+
+logger = logging.getLogger("epruntime.engine.request_state")
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
@@ -47,7 +50,18 @@ class RequestState:
             self.metrics = replace(self.metrics, scheduled_time=time.monotonic())
 
     def update(self, update: TokenUpdate) -> None:
-        """Takes the next token; afterwards `finished` says whether a rank or a stop string has ended the request."""
+        """Takes the next token; afterwards `finished` says whether a rank, a stop string or a fault ended the request.
+
+        (Some tokenizers raise on ids that the model has and they have not: the end of this request, and of no other.)
+        """
+        try:
+            self._take(update)
+        except Exception as error:
+            text = f"request {self.request.request_id}: token {update.token} cannot be made into text"
+            logger.exception(text)
+            self.fail(RequestFailedError(f"{text}: {type(error).__name__}: {error}"))
+
+    def _take(self, update: TokenUpdate) -> None:
         token, finish, logprobs = update.token, update.finish, update.logprobs
         if finish == FINISH_ERROR:
             self.fail(RequestFailedError(f"request {self.request.request_id}: {update.error}"))
