@@ -4,9 +4,10 @@ Measured on torch 2.13, CPU: `F.linear` and `grouped_mm` choose another kernel, 
 there are few rows (1 to 3 in fp32 on one thread, most counts below 12 on two). From 16 rows up, in multiples of 16,
 every count gave equal bits on 1 to 16 threads; 32 leaves a margin. `tests/kernels/test_row_independence.py` checks it.
 
-Padding does not help where fp32 rows are no multiple of 16 bytes and the product is 2 to 11 columns wide, as a router's
-is: there a row's bits depend on its place (measured with 65, 66, 70, 130 and 1030 elements; all multiples of 4 that were
-tried are steady, and bf16 is at any length). No published model has such a hidden size. `steady_rows` tells.
+Padding does not help where fp32 rows are no multiple of 16 bytes and the product is 2 to 11 columns wide, as a
+router's is: there a row's bits depend on its place (measured with 65, 66, 70, 130 and 1030 elements; all multiples of
+4 that were tried are steady, and bf16 is at any length). No published model has such a hidden size.
+`steady_rows` tells.
 """
 
 from __future__ import annotations

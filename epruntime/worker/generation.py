@@ -118,9 +118,9 @@ class Generation:
             max_model_len=max_model_len, vocab_size=model.info.vocab_size, strict=config.strict)
         if config.strict and not steady_rows(model.info.hidden_size, model.info.dtype):
             logger.warning(
-                "the model's hidden size of %d floats is no multiple of 16 bytes: torch's narrow products then depend on a "
-                "row's place in the batch, and the last bits of a request's logits on its batch-mates, in spite of "
-                "invariance=strict", model.info.hidden_size)
+                "the model's hidden size of %d floats is no multiple of 16 bytes: torch's narrow products then depend "
+                "on a row's place in the batch, and the last bits of a request's logits on its batch-mates, in spite "
+                "of invariance=strict", model.info.hidden_size)
         runner = ModelRunner(model, context=self.context, inputs=inputs)
         return ServedModel(model=model, runner=runner, moe=moe, num_kv_blocks=blocks, block_size=letter.block_size,
                            max_model_len=max_model_len)
