@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 failed; 2 wrong usage; 128 plus the number of the signal t
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.command, f"{package} is not installed; this needs more than the client: pip install "
             f"'epruntime[{_EXTRAS[package]}]'"
         )  # fmt: skip
+    finally:
+        # At exit the interpreter would search all of torch and transformers for garbage, which takes seconds.
+        gc.freeze()
 
 
 def _fail(command: str, text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from epruntime.cli import flags
@@ -30,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
         engine, serve = flags.engine_config(args), flags.serve_config(args)
     except ConfigError as error:
         args.parser.error(str(error))
+    # Ray and the launchers start processes while gRPC runs. They exec at once, so gRPC has nothing to prepare for, and
+    # it would write a line about each. It reads this when it is imported.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from epruntime.serve.grpc.server import run_server
 
     return run_server(engine, serve)
