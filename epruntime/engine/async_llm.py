@@ -267,8 +267,7 @@ class AsyncLLM:
             state = self._requests.get(update.rid)
             if state is None or state.finished:
                 continue
-            state.update(update)
-            if state.finished:  # by a stop string, or by the rank, for which dropping does nothing
+            if state.update(update):  # where the rank has ended it dropping does nothing
                 self._core.drop(update.rid)
 
     def _on_dead(self, error: EngineDeadError) -> None:

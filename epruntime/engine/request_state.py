@@ -49,8 +49,8 @@ class RequestState:
         if self.metrics.scheduled_time is None:
             self.metrics = replace(self.metrics, scheduled_time=time.monotonic())
 
-    def update(self, update: TokenUpdate) -> None:
-        """Takes the next token; afterwards `finished` says whether a rank, a stop string or a fault ended the request.
+    def update(self, update: TokenUpdate) -> bool:
+        """Takes the next token; returns whether the request is finished now, by a rank, a stop string or a fault.
 
         (Some tokenizers raise on ids that the model has and they have not: the end of this request, and of no other.)
         """
@@ -60,6 +60,7 @@ class RequestState:
             text = f"request {self.request.request_id}: token {update.token} cannot be made into text"
             logger.exception(text)
             self.fail(RequestFailedError(f"{text}: {type(error).__name__}: {error}"))
+        return self.finished
 
     def _take(self, update: TokenUpdate) -> None:
         token, finish, logprobs = update.token, update.finish, update.logprobs

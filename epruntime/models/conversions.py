@@ -120,7 +120,7 @@ class Conversions:
         converter = deepcopy(self._by_pattern[pattern])
         for source_pattern, tensors in sources.items():
             for key, read in tensors:
-                converter.add_tensor(target, key, source_pattern, read)  # type: ignore[arg-type]  # it takes both
+                converter.add_tensor(target, key, source_pattern, read)  # it takes both
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
         except (ValueError, RuntimeError, KeyError, IndexError, TypeError) as error:
@@ -164,7 +164,7 @@ class Conversions:
         """
         model = self._model
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: do not touch
+            tensor._is_hf_initialized = True  # transformers' mark: do not touch
         made: dict[str, tuple[torch.nn.Module, str]] = {}
         owner: PreTrainedModel = model
         with torch.no_grad(), guard_torch_init_functions():

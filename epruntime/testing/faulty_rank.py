@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from unittest import mock
 
 from epruntime.comm.identity import receive_bootstrap
 
@@ -37,9 +38,12 @@ def drop_contribution() -> None:
 def weights_twice() -> None:
     """Routing weights are applied a second time."""
     from epruntime.moe import dispatch
+    from epruntime.ops.combine import combine_rows
 
-    true = dispatch.combine_rows
-    dispatch.combine_rows = lambda rows, index, weights: true(rows, index, weights * weights)
+    def twice(rows_MH, index_TK, weights_TK):  # type: ignore[no-untyped-def]
+        return combine_rows(rows_MH, index_TK, weights_TK * weights_TK)
+
+    mock.patch.object(dispatch, "combine_rows", twice).start()
 
 
 FAULTS = {"swap": swap_experts, "drop": drop_contribution, "twice": weights_twice}
