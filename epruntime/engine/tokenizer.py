@@ -24,8 +24,7 @@ class Tokenizer:
         try:
             self.hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:  # the library trusts the files' contents, and raises what comes of it
-            raise CheckpointError(
-                f"cannot load the tokenizer in {path}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"cannot load the tokenizer in {path}: {type(error).__name__}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer itself adds (such as one BOS)."""

@@ -84,8 +84,9 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
         if not isinstance(found, torch.dtype):
             found, source = checkpoint.main_dtype(), "the checkpoint"
     if found not in _DTYPES:
-        raise UnsupportedModelError(f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set "
-                                    "dtype to one of them")
+        raise UnsupportedModelError(
+            f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set dtype to one of them"
+        )
     return found
 
 
@@ -102,8 +103,10 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     probe = run_probe(model)
     num_layers = int(config.num_hidden_layers)
     if len(probe.attention) != num_layers:
-        raise UnsupportedModelError(f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
-                                    "through the attention interface; the others cannot be served")
+        raise UnsupportedModelError(
+            f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
+            "through the attention interface; the others cannot be served"
+        )
     unused = sorted(set(experts) - set(probe.top_k))
     if unused:
         raise UnsupportedModelError(f"{where}: {', '.join(unused)} are not reached through the experts interface")
@@ -137,15 +140,29 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     refusal.check_covered(config.model_type, structure.features)
     experts, probe = structure.experts, structure.probe
     info = ModelInfo(
-        architecture=architecture, model_type=config.model_type, dtype=_DTYPES[torch_dtype],
-        vocab_size=int(config.vocab_size), hidden_size=int(config.hidden_size), num_layers=len(structure.kv_layers),
+        architecture=architecture,
+        model_type=config.model_type,
+        dtype=_DTYPES[torch_dtype],
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        num_layers=len(structure.kv_layers),
         max_position_embeddings=int(config.max_position_embeddings),
-        num_experts=max(_num_experts(module) for module in experts.values()), top_k=max(probe.top_k.values()),
+        num_experts=max(_num_experts(module) for module in experts.values()),
+        top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
         eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *adapter.read_generation_eos(path)})),
-        kv_layers=structure.kv_layers, num_parameters=checkpoint.num_parameters, checkpoint_bytes=checkpoint.num_bytes)
-    return _Blueprint(checkpoint=checkpoint, model=model, dtype=torch_dtype, structure=structure,
-                      conversions=Conversions(model, torch_dtype), info=info)
+        kv_layers=structure.kv_layers,
+        num_parameters=checkpoint.num_parameters,
+        checkpoint_bytes=checkpoint.num_bytes,
+    )
+    return _Blueprint(
+        checkpoint=checkpoint,
+        model=model,
+        dtype=torch_dtype,
+        structure=structure,
+        conversions=Conversions(model, torch_dtype),
+        info=info,
+    )
 
 
 def _plan(drawn: _Blueprint, local: Callable[[int], tuple[int, ...]]) -> WeightPlan:
@@ -168,8 +185,9 @@ def inspect_model(path: str | Path, *, dtype: str = "auto") -> ModelInfo:
     return drawn.info
 
 
-def load_model(path: str | Path, *, dtype: str, moe: MoEBuilder,
-               progress: Callable[[str, int, int], None] | None = None) -> LoadedModel:
+def load_model(
+    path: str | Path, *, dtype: str, moe: MoEBuilder, progress: Callable[[str, int, int], None] | None = None
+) -> LoadedModel:
     """Loads this rank's part of a model: its own experts, and all the rest.
 
     Args:
@@ -214,21 +232,29 @@ def load_model(path: str | Path, *, dtype: str, moe: MoEBuilder,
     for name, module in drawn.structure.experts.items():
         num_experts = drawn.conversions.expected[f"{name}.down_proj"].shape[0]
         weights = _take_weights(module)
-        object.__setattr__(module, adapter.EXPERTS_ATTRIBUTE,
-                           moe.make_layer(adapter.layer_index(name), num_experts, weights))
+        object.__setattr__(
+            module, adapter.EXPERTS_ATTRIBUTE, moe.make_layer(adapter.layer_index(name), num_experts, weights)
+        )
     adapter.use_hooks(model, adapter.SERVE)
     report = LoadReport(
-        needed_bytes=total, read_bytes=read_bytes, header_bytes=drawn.checkpoint.header_bytes,
-        checkpoint_bytes=drawn.checkpoint.num_bytes, seconds=time.perf_counter() - start,
-        local_experts=len(moe.local_experts(drawn.info.num_experts)), ignored=tuple(plan.ignored))
+        needed_bytes=total,
+        read_bytes=read_bytes,
+        header_bytes=drawn.checkpoint.header_bytes,
+        checkpoint_bytes=drawn.checkpoint.num_bytes,
+        seconds=time.perf_counter() - start,
+        local_experts=len(moe.local_experts(drawn.info.num_experts)),
+        ignored=tuple(plan.ignored),
+    )
     if plan.ignored:
         logger.info("%s: %d tensors are no part of the model and were not read", path, len(plan.ignored))
-    return LoadedModel(model=model, info=drawn.info, layers=layers, latent=latent, state=state, context=moe.context,
-                       report=report)
+    return LoadedModel(
+        model=model, info=drawn.info, layers=layers, latent=latent, state=state, context=moe.context, report=report
+    )
 
 
 def _take_weights(module: Any) -> ExpertWeights:
     """The module's expert weights, taken out of it: whoever computes the experts owns them from here on."""
+
     def take(name: str) -> torch.Tensor:
         parameter: torch.nn.Parameter = module._parameters[name]
         module._parameters[name] = None
@@ -236,18 +262,24 @@ def _take_weights(module: Any) -> ExpertWeights:
 
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return ExpertWeights(
-        up_SIH=take(up), down_SHI=take("down_proj"),
+        up_SIH=take(up),
+        down_SHI=take("down_proj"),
         up_bias_SI=take(f"{up}_bias") if module.has_bias else None,
         down_bias_SH=take("down_proj_bias") if module.has_bias else None,
         transposed=bool(module.is_transposed),
         activation=module._apply_gate if module.has_gate else module.act_fn,
-        post=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None)
+        post=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+    )
 
 
 def _check_all_real(model: torch.nn.Module) -> None:
     registered = (*model.named_parameters(), *model.named_buffers())
-    plain = ((f"{name}.{attribute}", value) for name, module in model.named_modules()
-             for attribute, value in vars(module).items() if isinstance(value, torch.Tensor))
+    plain = (
+        (f"{name}.{attribute}", value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    )
     left = [name for name, tensor in (*registered, *plain) if tensor.device.type == "meta"]
     if left:
         raise UnsupportedModelError(f"{type(model).__name__}: {', '.join(left[:8])} have no value after loading")

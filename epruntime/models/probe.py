@@ -21,10 +21,22 @@ from epruntime.models import adapter
 
 #: Arguments of attention functions that do not change what is computed in evaluation mode, or that
 #: the mask tells as well (`sliding_window`: eager attention, the reference, follows the mask alone).
-_NO_EFFECT = frozenset({
-    "dropout", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "cache_position", "cache", "past_key_values", "position_embeddings",
-})
+_NO_EFFECT = frozenset(
+    {
+        "dropout",
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cache_position",
+        "cache",
+        "past_key_values",
+        "position_embeddings",
+    }
+)
 _PROBE_TOKENS = 5
 _FAR = 1 << 31
 #: Registered functions are global to the process.
@@ -95,19 +107,31 @@ class _Recorder:
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         return query_length, 0
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any,
-               **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for tensor in (key, value):
             if tensor.dim() != 4 or tensor.shape[2] != _PROBE_TOKENS:
-                raise UnsupportedModelError(f"layer {layer_idx} caches something of shape {tuple(tensor.shape)}, not "
-                                            "keys and values of [batch, heads, tokens, dim]")
+                raise UnsupportedModelError(
+                    f"layer {layer_idx} caches something of shape {tuple(tensor.shape)}, not "
+                    "keys and values of [batch, heads, tokens, dim]"
+                )
         self.updates[layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         return key, value
 
-    def on_attention(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: Any, scaling: float | None = None, softcap: float | None = None,
-                     s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
-                     **others: Any) -> tuple[torch.Tensor, None]:
+    def on_attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
         name = self.names[id(module)]
         if any(call.module_name == name for call in self.attention):
             raise UnsupportedModelError(f"{name} attends more than once in one forward")
@@ -117,31 +141,50 @@ class _Recorder:
         if is_causal is False:
             raise UnsupportedModelError(f"attention of {name} is not causal")
         if not isinstance(attention_mask, _Mask):
-            raise UnsupportedModelError(f"attention of {name} gets no mask of transformers' own making: what it may "
-                                        "see cannot be told")
+            raise UnsupportedModelError(
+                f"attention of {name} gets no mask of transformers' own making: what it may see cannot be told"
+            )
         if query.shape[2] != _PROBE_TOKENS or key.shape[2] != _PROBE_TOKENS or query.shape[1] % key.shape[1]:
-            raise UnsupportedModelError(f"attention of {name} has query {tuple(query.shape)}, key {tuple(key.shape)}: "
-                                        "not one key per token and heads in groups")
+            raise UnsupportedModelError(
+                f"attention of {name} has query {tuple(query.shape)}, key {tuple(key.shape)}: "
+                "not one key per token and heads in groups"
+            )
         if s_aux is not None and s_aux.numel() != query.shape[1]:
             raise UnsupportedModelError(f"attention of {name} has {s_aux.numel()} sinks for {query.shape[1]} heads")
         cached = self.updates.pop(getattr(module, "layer_idx", -1), (None, None))
-        self.attention.append(AttentionCall(
-            module_name=name, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[3],
-            value_dim=value.shape[3], cached_key=cached[0], cached_value=cached[1],
-            scaling=None if scaling is None else float(scaling), softcap=float(softcap or 0.0),
-            sinks=s_aux is not None, visibility=attention_mask.visibility))
+        self.attention.append(
+            AttentionCall(
+                module_name=name,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                cached_key=cached[0],
+                cached_value=cached[1],
+                scaling=None if scaling is None else float(scaling),
+                softcap=float(softcap or 0.0),
+                sinks=s_aux is not None,
+                visibility=attention_mask.visibility,
+            )
+        )
         shape = (query.shape[0], _PROBE_TOKENS, query.shape[1], value.shape[3])
         return torch.empty(shape, dtype=query.dtype, device=query.device), None
 
-    def on_experts(self, module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
-                   top_k_weights: torch.Tensor) -> torch.Tensor:
+    def on_experts(
+        self,
+        module: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
         name = self.names[id(module)]
         if name in self.top_k:
             raise UnsupportedModelError(f"{name} is called more than once in one forward")
         if hidden_states.dim() != 2 or top_k_index.shape != top_k_weights.shape or top_k_index.dim() != 2:
             raise UnsupportedModelError(
                 f"{name} is called with hidden states {tuple(hidden_states.shape)}, ids {tuple(top_k_index.shape)} and "
-                f"weights {tuple(top_k_weights.shape)}, not [T, H], [T, K], [T, K]")
+                f"weights {tuple(top_k_weights.shape)}, not [T, H], [T, K], [T, K]"
+            )
         if top_k_index.shape[1] < 1:
             raise UnsupportedModelError(f"{name} is called with no expert for a token: config.json says top-k 0")
         self.top_k[name] = top_k_index.shape[1]
@@ -157,6 +200,7 @@ def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
     Raises:
         UnsupportedModelError: it is none of the three, judged at positions around every boundary.
     """
+
     def first_seen(q: int) -> int:
         low, high = 0, q
         while low < high:
@@ -185,8 +229,10 @@ def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
             expected |= {start - 1: False, 0: False}
         for k, visible in expected.items():
             if sees(q, k) != visible:
-                raise UnsupportedModelError(f"the attention mask is neither full, nor a window, nor chunks: query {q} "
-                                            f"{'does not see' if visible else 'sees'} key {k}")
+                raise UnsupportedModelError(
+                    f"the attention mask is neither full, nor a window, nor chunks: query {q} "
+                    f"{'does not see' if visible else 'sees'} key {k}"
+                )
     return found
 
 
@@ -240,10 +286,13 @@ def _run(model: torch.nn.Module) -> Probe:
         raise UnsupportedModelError(
             f"{kind}: its forward does not run with attention over keys and values and routed experts alone. It needs "
             "more (for example recurrent state), or the values of config.json do not fit each other: "
-            f"{type(error).__name__}: {error}") from error
+            f"{type(error).__name__}: {error}"
+        ) from error
     if recorder.updates:
-        raise UnsupportedModelError(f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
-                                    "attend through the attention interface")
+        raise UnsupportedModelError(
+            f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
+            "attend through the attention interface"
+        )
     return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
 
 

@@ -17,16 +17,39 @@ _OWN_EXPERTS = "its experts do not go through transformers' experts interface"
 
 #: model_type -> reason. Types that are in neither table are refused for want of a conformance test.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys((
-        "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "lara_mini", "minimax", "kimi_linear", "bailing_hybrid",
-        "nemotron_h", "lfm2_moe", "granitemoehybrid", "jamba", "zaya", "inkling_text", "inkling2_text",
-        "inkling2_loop_text", "bamba", "mamba", "mamba2", "falcon_h1", "zamba", "zamba2", "recurrent_gemma", "rwkv",
-    ), _LINEAR),
+    **dict.fromkeys(
+        (
+            "qwen3_next",
+            "qwen3_5_moe_text",
+            "qwen4_exp_text",
+            "lara_mini",
+            "minimax",
+            "kimi_linear",
+            "bailing_hybrid",
+            "nemotron_h",
+            "lfm2_moe",
+            "granitemoehybrid",
+            "jamba",
+            "zaya",
+            "inkling_text",
+            "inkling2_text",
+            "inkling2_loop_text",
+            "bamba",
+            "mamba",
+            "mamba2",
+            "falcon_h1",
+            "zamba",
+            "zamba2",
+            "recurrent_gemma",
+            "rwkv",
+        ),
+        _LINEAR,
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note", "dots3_note_text"), _INDEXER),
     **dict.fromkeys(("dbrx", "jetmoe", "doge"), _OWN_EXPERTS),
     "deepseek_v4": "its attention compresses keys over several tokens, and its routers need token ids",
     "llama4_text": "it scales queries by their place in the batch rather than in their sequence, and its experts do "
-                   "not go through transformers' experts interface",
+    "not go through transformers' experts interface",
     "longcat_flash": "it has identity experts, and its experts do not go through transformers' experts interface",
 }
 
@@ -41,17 +64,22 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{path}: config.json names no model_type")
     if raw.get("auto_map") and not adapter.is_native(model_type):
-        raise UnsupportedModelError(f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
-                                    f"run, and transformers itself defines no {model_type}")
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
+            f"run, and transformers itself defines no {model_type}"
+        )
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-        raise UnsupportedModelError(f"{path}: the weights are quantised (method {method}), which is not supported yet; "
-                                    "use a float32 or bfloat16 checkpoint")
+        raise UnsupportedModelError(
+            f"{path}: the weights are quantised (method {method}), which is not supported yet; "
+            "use a float32 or bfloat16 checkpoint"
+        )
     parts = [name for name in _SUB_CONFIGS if raw.get(name)]
     if parts:
-        raise UnsupportedModelError(f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text "
-                                    "model of its own is needed")
+        raise UnsupportedModelError(
+            f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text model of its own is needed"
+        )
 
 
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
@@ -67,8 +95,9 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
         raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
     named = raw.get("architectures")
     if isinstance(named, list) and named and architecture not in named:
-        raise UnsupportedModelError(f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served "
-                                    f"as {architecture} only")
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as {architecture} only"
+        )
     return architecture
 
 
@@ -79,11 +108,15 @@ def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
         CheckpointError: config.json is damaged, or belongs to other files.
     """
     if config.max_position_embeddings < 1:
-        raise CheckpointError(f"{path}: config.json says max_position_embeddings={config.max_position_embeddings}; a "
-                              "sequence has at least one token")
+        raise CheckpointError(
+            f"{path}: config.json says max_position_embeddings={config.max_position_embeddings}; a "
+            "sequence has at least one token"
+        )
     if config.num_hidden_layers > num_tensors:
-        raise CheckpointError(f"{path}: config.json says num_hidden_layers={config.num_hidden_layers}, but the "
-                              f"checkpoint holds {num_tensors} tensors in all")
+        raise CheckpointError(
+            f"{path}: config.json says num_hidden_layers={config.num_hidden_layers}, but the "
+            f"checkpoint holds {num_tensors} tensors in all"
+        )
 
 
 def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, torch.nn.Module]) -> None:
@@ -94,8 +127,10 @@ def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, to
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if any((getattr(config, count, None) or 0) > 1 for count in counts):
         raise UnsupportedModelError(f"{name}: {_OWN_EXPERTS}, or its configuration puts experts in no layer")
-    raise UnsupportedModelError(f"{name} has no routed experts: it is a dense model, and Mixture-of-Experts models are "
-                                "served (`epruntime upcycle` makes one of a dense model)")
+    raise UnsupportedModelError(
+        f"{name} has no routed experts: it is a dense model, and Mixture-of-Experts models are "
+        "served (`epruntime upcycle` makes one of a dense model)"
+    )
 
 
 def check_rope(model: torch.nn.Module) -> None:
@@ -104,19 +139,24 @@ def check_rope(model: torch.nn.Module) -> None:
     name = type(model).__name__
     bad = sorted(kinds & BATCH_DEPENDENT_ROPE)
     if bad:
-        raise UnsupportedModelError(f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the "
-                                    "longest position in the batch: a request's tokens would depend on its batch-mates")
+        raise UnsupportedModelError(
+            f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the "
+            "longest position in the batch: a request's tokens would depend on its batch-mates"
+        )
     unknown = sorted(kinds - COVERED_ROPE_TYPES)
     if unknown:
-        raise UnsupportedModelError(f"{name}: no conformance test covers rotary embeddings of type "
-                                    f"{', '.join(unknown)}")
+        raise UnsupportedModelError(
+            f"{name}: no conformance test covers rotary embeddings of type {', '.join(unknown)}"
+        )
 
 
 def check_covered(model_type: str, features: frozenset[str]) -> None:
     """Refuses model types, and features of attention and experts, that no conformance test covers."""
     if model_type not in COVERED:
-        raise UnsupportedModelError(f"{model_type}: no conformance test covers this model type, so its tokens could "
-                                    f"not be vouched for. Covered: {', '.join(sorted(COVERED))}")
+        raise UnsupportedModelError(
+            f"{model_type}: no conformance test covers this model type, so its tokens could "
+            f"not be vouched for. Covered: {', '.join(sorted(COVERED))}"
+        )
     unknown = sorted(features - COVERED[model_type])
     if unknown:
         raise UnsupportedModelError(f"{model_type}: no conformance test covers it with {', '.join(unknown)}")

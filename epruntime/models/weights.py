@@ -130,8 +130,9 @@ class WeightPlan:
         self.missing = set(conversions.expected) - made
         absent = sorted(conversions.without_tied(self.missing), key=natural_order)
         if absent:
-            raise CheckpointError(f"{checkpoint.path}: {len(absent)} tensors that config.json calls for are missing: "
-                                  f"{_listed(absent)}")
+            raise CheckpointError(
+                f"{checkpoint.path}: {len(absent)} tensors that config.json calls for are missing: {_listed(absent)}"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -144,8 +145,9 @@ class WeightPlan:
         shard = self._shard_of(target)
         return full if shard is None else (len(shard.local), *full[1:])
 
-    def load(self, reader: RangeReader, put: Callable[[str, torch.Tensor], None],
-             progress: Callable[[int], None]) -> None:
+    def load(
+        self, reader: RangeReader, put: Callable[[str, torch.Tensor], None], progress: Callable[[int], None]
+    ) -> None:
         """Reads everything. Calls `put(name, tensor)` for each parameter and `progress(bytes so far)`."""
         ahead, asked = iter(self._steps), 0
         for step in self._steps:
@@ -159,8 +161,10 @@ class WeightPlan:
             for name, tensor in self._make(step, reader).items():
                 expected = self.local_shape(name) if name in self._conversions.expected else None
                 if expected is None or tuple(tensor.shape) != expected:
-                    raise CheckpointError(f"{self._checkpoint.path}: {name} comes out with shape "
-                                          f"{tuple(tensor.shape)}, the model needs {expected}")
+                    raise CheckpointError(
+                        f"{self._checkpoint.path}: {name} comes out with shape "
+                        f"{tuple(tensor.shape)}, the model needs {expected}"
+                    )
                 put(name, tensor)
             progress(reader.bytes_read)
 
@@ -185,8 +189,10 @@ class WeightPlan:
             group = groups.setdefault(place.target, _Group(target=place.target, outputs=place.outputs))
             group.by_pattern.setdefault(place.pattern, []).append(self._checkpoint.tensors[key])
         if extra:
-            raise CheckpointError(f"{self._checkpoint.path}: {len(extra)} tensors have no place in the model that "
-                                  f"config.json describes: {_listed(extra)}")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {len(extra)} tensors have no place in the model that "
+                f"config.json describes: {_listed(extra)}"
+            )
         return groups, ignored
 
     def _step(self, group: _Group) -> _Step:
@@ -198,8 +204,12 @@ class WeightPlan:
                 names = [e.name for found in group.by_pattern.values() for e in found]
                 raise CheckpointError(f"{self._checkpoint.path}: {_listed(names)} are all {group.target}")
             self._check_shape(entries[0], tuple(self._conversions.expected[group.target].shape))
-            return _Step(target=group.target, outputs=group.outputs, stacking=None,
-                         reads={None: [_Read(entry=entries[0], shard=shard)]})
+            return _Step(
+                target=group.target,
+                outputs=group.outputs,
+                stacking=None,
+                reads={None: [_Read(entry=entries[0], shard=shard)]},
+            )
         first = next(p for p in patterns if p is not None)
         foreign = [p for p in patterns if p not in self._conversions.sources(first)]
         if foreign:
@@ -224,8 +234,10 @@ class WeightPlan:
         if shard is None:
             return None
         if not entry.shape or entry.shape[0] != shard.num_experts:
-            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} of shape {entry.shape} makes {target}, but "
-                                  f"its first dimension is not the {shard.num_experts} experts")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {entry.name} of shape {entry.shape} makes {target}, but "
+                f"its first dimension is not the {shard.num_experts} experts"
+            )
         return shard
 
     def _check_kind(self, entry: TensorEntry, target: str) -> None:
@@ -233,12 +245,14 @@ class WeightPlan:
         if expected is not None and expected.is_floating_point() != entry.dtype.is_floating_point:
             raise UnsupportedModelError(
                 f"{self._checkpoint.path}: {entry.name} holds {entry.dtype} where the model has {expected.dtype}: "
-                "integers in place of weights are quantised ones, which are not supported")
+                "integers in place of weights are quantised ones, which are not supported"
+            )
 
     def _check_shape(self, entry: TensorEntry, expected: tuple[int, ...]) -> None:
         if entry.shape != expected:
-            raise CheckpointError(f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls "
-                                  f"for {expected}")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {entry.name} has shape {entry.shape}, config.json calls for {expected}"
+            )
 
     def _check_stack(self, group: _Group, shard: ExpertShard, sources: tuple[str, ...]) -> None:
         """Every source has one tensor per expert, numbered 0 to E-1."""
@@ -249,11 +263,14 @@ class WeightPlan:
             found = [_expert_number(entry.name, entries[0].name, entries[-1].name) for entry in entries]
             if found != list(range(shard.num_experts)):
                 wanted = set(range(shard.num_experts))
-                absent, extra = (_listed([str(e) for e in sorted(ids)]) or "none"
-                                 for ids in (wanted - set(found), set(found) - wanted))
+                absent, extra = (
+                    _listed([str(e) for e in sorted(ids)]) or "none"
+                    for ids in (wanted - set(found), set(found) - wanted)
+                )
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {group.target} needs one tensor {pattern} per expert, 0 to "
-                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: {absent}; too many: {extra}")
+                    f"{shard.num_experts - 1}; found {len(entries)}; missing experts: {absent}; too many: {extra}"
+                )
 
     def _check_stacking(self, step: _Step, stacking: Stacking) -> None:
         full = self._conversions.expected[step.target].shape
@@ -265,13 +282,16 @@ class WeightPlan:
             if len(shapes) > 1:
                 raise CheckpointError(f"{self._checkpoint.path}: experts of {step.target} differ in shape: {shapes}")
             if len(reads) != count:
-                raise CheckpointError(f"{self._checkpoint.path}: {step.target} needs {count} tensors {pattern}, found "
-                                      f"{len(reads)}")
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: {step.target} needs {count} tensors {pattern}, found {len(reads)}"
+                )
             sizes.append(next(iter(shapes), None))
         known = [s for s in sizes if s is not None]
         if known and (any(s[1:] != tuple(full[2:]) for s in known) or sum(s[0] for s in known) != full[1]):
-            raise CheckpointError(f"{self._checkpoint.path}: tensors of one expert of {step.target} have shapes "
-                                  f"{sizes}, config.json calls for {tuple(full[1:])} in all")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: tensors of one expert of {step.target} have shapes "
+                f"{sizes}, config.json calls for {tuple(full[1:])} in all"
+            )
 
     def _make(self, step: _Step, reader: RangeReader) -> dict[str, torch.Tensor]:
         dtype = self._conversions.dtype_of(step.target)
@@ -288,12 +308,15 @@ class WeightPlan:
             return {step.target: out}
         shard = self._shard_of(step.target)
         if shard is not None and not shard.local:
-            return {name: torch.empty(self.local_shape(name), dtype=self._conversions.dtype_of(name))
-                    for name in step.outputs}
+            return {
+                name: torch.empty(self.local_shape(name), dtype=self._conversions.dtype_of(name))
+                for name in step.outputs
+            }
         first = next(p for p in step.reads if p is not None)
         sources = {
             pattern: [(read.entry.name, _reading(read, reader, dtype)) for read in reads]
-            for pattern, reads in step.reads.items() if pattern is not None
+            for pattern, reads in step.reads.items()
+            if pattern is not None
         }
         made = self._conversions.convert(step.target, first, sources)
         return {name: tensor.to(self._conversions.dtype_of(name)).contiguous() for name, tensor in made.items()}

@@ -49,8 +49,10 @@ class ServedModel:
     def describe(self) -> dict[str, Any]:
         """Body of the `loaded` reply."""
         return {
-            "num_kv_blocks": self.num_kv_blocks, "max_model_len": self.max_model_len,
-            "info": self.model.info.to_dict(), "load_report": asdict(self.model.load_report),
+            "num_kv_blocks": self.num_kv_blocks,
+            "max_model_len": self.max_model_len,
+            "info": self.model.info.to_dict(),
+            "load_report": asdict(self.model.load_report),
             "experts_backend": self.moe.experts_backend,
         }
 
@@ -58,8 +60,11 @@ class ServedModel:
         """Part of the `stats` reply that concerns the model."""
         return {
             "moe": self.moe.stats.snapshot(),
-            "kv": {"num_blocks": self.num_kv_blocks, "block_size": self.block_size,
-                   "bytes": self.num_kv_blocks * self.model.kv_bytes_per_block(self.block_size)},
+            "kv": {
+                "num_blocks": self.num_kv_blocks,
+                "block_size": self.block_size,
+                "bytes": self.num_kv_blocks * self.model.kv_bytes_per_block(self.block_size),
+            },
             "num_requests": self.runner.num_requests,
         }
 
@@ -82,10 +87,19 @@ class Generation:
     def __init__(self, config: Configure, *, device: str = "cpu") -> None:
         self.config = config
         self.context = StepContext()
-        self.transport: Transport = make_transport(config.transport, GroupInfo(
-            rank=config.ep_rank, world_size=config.world_size, generation=config.generation,
-            store_host=config.store_host, store_port=config.store_port, hosts=config.hosts, device=device,
-            timeout_s=config.step_timeout_s))
+        self.transport: Transport = make_transport(
+            config.transport,
+            GroupInfo(
+                rank=config.ep_rank,
+                world_size=config.world_size,
+                generation=config.generation,
+                store_host=config.store_host,
+                store_port=config.store_port,
+                hosts=config.hosts,
+                device=device,
+                timeout_s=config.step_timeout_s,
+            ),
+        )
 
     @property
     def transport_name(self) -> str:
@@ -103,27 +117,51 @@ class Generation:
         max_model_len = resolve_max_model_len(letter.max_model_len, model_limit=info.max_position_embeddings)
         config = self.config
         moe = MoERuntime(
-            transport=self.transport, placement_for=lambda experts: contiguous(experts, config.world_size),
-            backend=config.experts_backend, strict=config.strict, budget_rows=config.exchange_budget_tokens,
-            context=self.context, stats=MoEStats())
+            transport=self.transport,
+            placement_for=lambda experts: contiguous(experts, config.world_size),
+            backend=config.experts_backend,
+            strict=config.strict,
+            budget_rows=config.exchange_budget_tokens,
+            context=self.context,
+            stats=MoEStats(),
+        )
         model = load_model(letter.model, dtype=letter.dtype, moe=moe, progress=progress)
         blocks = num_kv_blocks(
-            num_blocks=letter.num_kv_blocks, memory_bytes=letter.kv_cache_memory_bytes, block_size=letter.block_size,
-            bytes_per_block=model.kv_bytes_per_block(letter.block_size), max_model_len=max_model_len,
-            whole_length=letter.max_model_len is not None, max_num_seqs=letter.max_num_seqs,
-            ranks_on_host=letter.ranks_on_host, free_bytes=free_memory_bytes())
+            num_blocks=letter.num_kv_blocks,
+            memory_bytes=letter.kv_cache_memory_bytes,
+            block_size=letter.block_size,
+            bytes_per_block=model.kv_bytes_per_block(letter.block_size),
+            max_model_len=max_model_len,
+            whole_length=letter.max_model_len is not None,
+            max_num_seqs=letter.max_num_seqs,
+            ranks_on_host=letter.ranks_on_host,
+            free_bytes=free_memory_bytes(),
+        )
         model.allocate_kv(blocks, letter.block_size)
         inputs = InputBatch(
-            block_size=letter.block_size, num_kv_blocks=blocks, max_num_batched_tokens=letter.max_num_batched_tokens,
-            max_model_len=max_model_len, vocab_size=model.info.vocab_size, strict=config.strict)
+            block_size=letter.block_size,
+            num_kv_blocks=blocks,
+            max_num_batched_tokens=letter.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=model.info.vocab_size,
+            strict=config.strict,
+        )
         if config.strict and not steady_rows(model.info.hidden_size, model.info.dtype):
             logger.warning(
                 "the model's hidden size of %d floats is no multiple of 16 bytes: torch's narrow products then depend "
                 "on a row's place in the batch, and the last bits of a request's logits on its batch-mates, in spite "
-                "of invariance=strict", model.info.hidden_size)
+                "of invariance=strict",
+                model.info.hidden_size,
+            )
         runner = ModelRunner(model, context=self.context, inputs=inputs)
-        return ServedModel(model=model, runner=runner, moe=moe, num_kv_blocks=blocks, block_size=letter.block_size,
-                           max_model_len=max_model_len)
+        return ServedModel(
+            model=model,
+            runner=runner,
+            moe=moe,
+            num_kv_blocks=blocks,
+            block_size=letter.block_size,
+            max_model_len=max_model_len,
+        )
 
     def close(self) -> None:
         """Ends the exchange; ranks that still wait for this one get an error."""

@@ -28,8 +28,15 @@ CASES = [
 ]
 PROMPTS = [prompt_of(length, 5) for length in (1, 4, 9, 20, 37, 50, 37)] + [prompt_of(37, 5)[:30]]
 PARAMS = [
-    SamplingParams(temperature=(0, 0.7, 1.0, 1.5)[i % 4], top_k=(0, 5, 40)[i % 3], top_p=(1.0, 0.9)[i % 2],
-                   seed=100 + i, max_tokens=14, ignore_eos=True, logprobs=3)
+    SamplingParams(
+        temperature=(0, 0.7, 1.0, 1.5)[i % 4],
+        top_k=(0, 5, 40)[i % 3],
+        top_p=(1.0, 0.9)[i % 2],
+        seed=100 + i,
+        max_tokens=14,
+        ignore_eos=True,
+        logprobs=3,
+    )
     for i in range(len(PROMPTS))
 ]
 

@@ -58,40 +58,60 @@ def _refused(path: Path, kind: type[EPRuntimeError], *words: str) -> None:
 
 
 def test_dense_model(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                      intermediate_size=32)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     _refused(tmp_path, UnsupportedModelError, "LlamaForCausalLM", "dense model")
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "model_type": "no_such_type"}, ["its own modelling code"]),
-    ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "architectures": ["MyForCausalLM"]}, ["MyForCausalLM"]),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised", "gptq"]),
-    ({"vision_config": {"hidden_size": 8}}, ["multimodal", "vision_config"]),
-    ({"model_type": "no_such_type"}, ["no_such_type"]),
-    ({"model_type": ...}, ["model_type"]),
-    ({"architectures": ["MixtralForSequenceClassification"]}, ["MixtralForSequenceClassification",
-                                                               "MixtralForCausalLM"]),
-    ({"dtype": "float16"}, ["float16", "bfloat16"]),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["batch-mates", "dynamic"]),
-    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
-                          "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}}, ["longrope"]),
-    ({"num_local_experts": "many"}, ["config.json"]),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "model_type": "no_such_type"}, ["its own modelling code"]),
+        ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "architectures": ["MyForCausalLM"]}, ["MyForCausalLM"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised", "gptq"]),
+        ({"vision_config": {"hidden_size": 8}}, ["multimodal", "vision_config"]),
+        ({"model_type": "no_such_type"}, ["no_such_type"]),
+        ({"model_type": ...}, ["model_type"]),
+        (
+            {"architectures": ["MixtralForSequenceClassification"]},
+            ["MixtralForSequenceClassification", "MixtralForCausalLM"],
+        ),
+        ({"dtype": "float16"}, ["float16", "bfloat16"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["batch-mates", "dynamic"]),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            ["longrope"],
+        ),
+        ({"num_local_experts": "many"}, ["config.json"]),
+    ],
+)
 def test_config(changes: dict[str, Any], words: list[str], copy: Path) -> None:
     _config(copy, **changes)
     _refused(copy, UnsupportedModelError, *words)
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), [
-    ({"max_position_embeddings": 0}, CheckpointError, ["max_position_embeddings=0"]),
-    ({"num_hidden_layers": 10**7}, CheckpointError, ["num_hidden_layers=10000000", "tensors in all"]),
-    ({"num_experts_per_tok": 0}, UnsupportedModelError, ["top-k 0"]),
-    ({"num_experts_per_tok": 9}, UnsupportedModelError, ["do not fit each other"]),
-])
-def test_sizes_that_cannot_be(changes: dict[str, Any], kind: type[EPRuntimeError], words: list[str], copy: Path
-                              ) -> None:
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"max_position_embeddings": 0}, CheckpointError, ["max_position_embeddings=0"]),
+        ({"num_hidden_layers": 10**7}, CheckpointError, ["num_hidden_layers=10000000", "tensors in all"]),
+        ({"num_experts_per_tok": 0}, UnsupportedModelError, ["top-k 0"]),
+        ({"num_experts_per_tok": 9}, UnsupportedModelError, ["do not fit each other"]),
+    ],
+)
+def test_sizes_that_cannot_be(
+    changes: dict[str, Any], kind: type[EPRuntimeError], words: list[str], copy: Path
+) -> None:
     _config(copy, **changes)
     _refused(copy, kind, *words)
 
@@ -181,8 +201,9 @@ def test_extra_tensors_are_listed(copy: Path) -> None:
     _refused(copy, CheckpointError, "no place", "model.layers.0.lora_a")
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight",
-                                  "model.layers.0.block_sparse_moe.experts.3.w2.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.block_sparse_moe.experts.3.w2.weight"]
+)
 def test_wrong_shape(name: str, copy: Path) -> None:
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name][:-1].clone()
@@ -205,14 +226,17 @@ def test_nothing_there(copy: Path) -> None:
     _refused(copy, CheckpointError, "config.json")
 
 
-@pytest.mark.parametrize(("index", "words"), [
-    ({"weight_map": {"a": "../model.safetensors"}}, "no safetensors file of this directory"),
-    ({"weight_map": {"a": "absent.safetensors"}}, "absent.safetensors"),
-    ({"weight_map": {"a": "model.safetensors"}}, "disagree"),
-    ({"weight_map": {}}, "no weight_map"),
-    ({"weight_map": {"a": ["model.safetensors"]}}, "no safetensors file of this directory"),
-    ([], "no JSON object"),
-])
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, "no safetensors file of this directory"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "absent.safetensors"),
+        ({"weight_map": {"a": "model.safetensors"}}, "disagree"),
+        ({"weight_map": {}}, "no weight_map"),
+        ({"weight_map": {"a": ["model.safetensors"]}}, "no safetensors file of this directory"),
+        ([], "no JSON object"),
+    ],
+)
 def test_bad_index(index: Any, words: str, copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     _refused(copy, CheckpointError, words)

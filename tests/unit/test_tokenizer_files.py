@@ -10,15 +10,19 @@ from epruntime.engine.tokenizer import load_tokenizer
 from epruntime.errors import CheckpointError
 
 
-@pytest.mark.parametrize("files", [
-    {"tokenizer.json": "{"},
-    {"tokenizer.json": "{}"},
-    {"tokenizer.json": "[]"},
-    {"tokenizer.json": "{}", "tokenizer_config.json": "[]"},
-    {"tokenizer_config.json": '{"tokenizer_class": "NoSuchTokenizer"}'},
-    {"tokenizer_config.json": '{"tokenizer_class": 5}'},
-    {"tokenizer.model": "no model"},
-], ids=str)
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": "{"},
+        {"tokenizer.json": "{}"},
+        {"tokenizer.json": "[]"},
+        {"tokenizer.json": "{}", "tokenizer_config.json": "[]"},
+        {"tokenizer_config.json": '{"tokenizer_class": "NoSuchTokenizer"}'},
+        {"tokenizer_config.json": '{"tokenizer_class": 5}'},
+        {"tokenizer.model": "no model"},
+    ],
+    ids=str,
+)
 def test_damaged_files(files: dict[str, str], tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
