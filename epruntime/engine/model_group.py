@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epruntime.config import EngineConfig
-from epruntime.errors import ConfigError, EngineDeadError, RankLostError
+from epruntime.errors import ConfigError, EngineDeadError, EPRuntimeError, RankLostError
 from epruntime.launchers.pool import RankHandle, RankPool
 
 logger = logging.getLogger("epruntime.engine.model_group")
@@ -16,7 +16,6 @@ logger = logging.getLogger("epruntime.engine.model_group")
 #: How much later than a rank the coordinator gives up, so that the rank's own error, which says whom it waited for,
 #: comes first.
 _GRACE_S = 3.0
-_STATS_TIMEOUT_S = 30.0
 _UNLOAD_TIMEOUT_S = 60.0
 
 
@@ -30,9 +29,17 @@ class ModelGroup:
     """
 
     def __init__(
-        self, pool: RankPool, ranks: list[RankHandle], generation: int, transport: str, loaded: list[dict[str, Any]]
+        self,
+        pool: RankPool,
+        ranks: list[RankHandle],
+        *,
+        generation: int,
+        step_timeout_s: float,
+        transport: str,
+        loaded: list[dict[str, Any]],
     ) -> None:
         self._pool = pool
+        self._step_timeout_s = step_timeout_s
         self.ranks = ranks
         self.generation = generation
         self.transport = transport
@@ -77,30 +84,44 @@ class ModelGroup:
             ]
         )
         memory = cache.kv_cache_memory_gb
-        loaded = await _gather(
-            [
-                rank.call(
-                    "load",
-                    timeout_s=parallel.load_timeout_s,
-                    on_progress=_rank_progress(progress, index, size),
-                    model=str(config.model.model),
-                    dtype=config.model.dtype,
-                    max_model_len=config.model.max_model_len,
-                    block_size=cache.block_size,
-                    num_kv_blocks=cache.num_kv_blocks,
-                    kv_cache_memory_bytes=None if memory is None else int(memory * 2**30),
-                    ranks_on_host=hosts.count(hosts[index]),
-                    max_num_seqs=scheduler.max_num_seqs,
-                    max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                )
-                for index, rank in enumerate(ranks)
-            ]
+        try:
+            loaded = await _gather(
+                [
+                    rank.call(
+                        "load",
+                        timeout_s=parallel.load_timeout_s,
+                        on_progress=_rank_progress(progress, index, size),
+                        model=str(config.model.model),
+                        dtype=config.model.dtype,
+                        max_model_len=config.model.max_model_len,
+                        block_size=cache.block_size,
+                        num_kv_blocks=cache.num_kv_blocks,
+                        kv_cache_memory_bytes=None if memory is None else int(memory * 2**30),
+                        ranks_on_host=hosts.count(hosts[index]),
+                        max_num_seqs=scheduler.max_num_seqs,
+                        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                    )
+                    for index, rank in enumerate(ranks)
+                ]
+            )
+        except EPRuntimeError as error:
+            if not isinstance(error, EngineDeadError):  # all ranks live and have answered: some may have loaded
+                await _unload(ranks)
+            raise
+        return cls(
+            pool,
+            ranks,
+            generation=generation,
+            step_timeout_s=parallel.step_timeout_s,
+            transport=configured[0]["transport"],
+            loaded=loaded,
         )
-        return cls(pool, ranks, generation, configured[0]["transport"], loaded)
 
     async def stats(self) -> list[dict[str, Any]]:
         """One dict per rank: who it is, and its own statistics."""
-        replies = await _gather([rank.call("stats", timeout_s=_STATS_TIMEOUT_S) for rank in self.ranks])
+        # Ranks answer between steps, so up to two plans come first.
+        timeout_s = 2 * self._step_timeout_s + _GRACE_S
+        replies = await _gather([rank.call("stats", timeout_s=timeout_s) for rank in self.ranks])
         out = []
         for rank, reply, blocks, report in zip(self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True):
             info = rank.info
@@ -121,7 +142,7 @@ class ModelGroup:
 
     async def unload(self) -> None:
         """Frees the model on all ranks; they stay up for the next one."""
-        await _gather([rank.call("unload", timeout_s=_UNLOAD_TIMEOUT_S) for rank in self.ranks])
+        await _unload(self.ranks)
 
     def on_lost(self, callback: Callable[[EngineDeadError], None]) -> Callable[[], None]:
         """Calls back when a rank of this group is lost, also while no step runs; returns what takes it back."""
@@ -132,6 +153,10 @@ class ModelGroup:
                 callback(error)
 
         return self._pool.on_lost(mine)
+
+
+async def _unload(ranks: list[RankHandle]) -> None:
+    await _gather([rank.call("unload", timeout_s=_UNLOAD_TIMEOUT_S) for rank in ranks])
 
 
 def _rank_progress(
