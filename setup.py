@@ -45,8 +45,11 @@ def say(message: str) -> None:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: $CXX, or the one that Python was built with, or c++; [] if none is there."""
-    for command in (os.environ.get("CXX", ""), sysconfig.get_config_var("CXX") or "", "c++", "g++", "clang++"):
+    """The C++ compiler's command: $CXX if set, else the one that Python was built with, or c++; [] if it is absent."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:  # a wrong one is said rather than replaced
+        return asked if shutil.which(asked[0]) else []
+    for command in (sysconfig.get_config_var("CXX") or "", "c++", "g++", "clang++"):
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
@@ -71,6 +74,8 @@ def why_not() -> str:
         return "torch is not importable in the build environment (with pip, pass --no-build-isolation)"
     cxx = compiler()
     if not cxx:
+        if asked := os.environ.get("CXX", "").strip():
+            return f"CXX={asked} was not found (unset it, or name g++ 11 or newer)"
         return "no C++ compiler was found (set CXX, or install g++ 11 or newer)"
     if not compiles(cxx, "#include <vector>\nint main() { return 0; }\n", "-std=c++20"):
         return f"the compiler {shlex.join(cxx)!r} cannot compile an empty C++20 program (g++ 11 or newer can)"

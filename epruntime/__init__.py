@@ -40,6 +40,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'epruntime' has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'epruntime' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "epruntime"):
+            raise
+        raise ModuleNotFoundError(
+            f"epruntime.{name} needs {package}, which is not installed; this needs more than the client: "
+            "pip install 'epruntime[serve]'",
+            name=error.name,
+        ) from error

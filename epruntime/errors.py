@@ -14,18 +14,22 @@ class EPRuntimeError(Exception):
     """Root of the tree: `except EPRuntimeError` catches all that this package raises on purpose."""
 
 
+_NOT_GIVEN: Any = object()
+
+
 class InvalidRequestError(EPRuntimeError, ValueError):
     """The request makes no sense as sent.
 
     Args:
         message: what is wrong and what to do.
         field: the request field, for example `"temperature"`; empty if no single field is at fault.
-        value: the refused value, shown in the message.
+        value: the refused value, shown in the message; leave it out where it says nothing.
     """
 
-    def __init__(self, message: str, *, field: str = "", value: object = None) -> None:
-        self.field, self.value = field, value
-        super().__init__(f"{field}={value!r}: {message}" if field else message)
+    def __init__(self, message: str, *, field: str = "", value: object = _NOT_GIVEN) -> None:
+        shown = field if value is _NOT_GIVEN else f"{field}={value!r}"
+        self.field, self.value = field, None if value is _NOT_GIVEN else value
+        super().__init__(f"{shown}: {message}" if field else message)
 
 
 class RequestNotFoundError(EPRuntimeError, KeyError):

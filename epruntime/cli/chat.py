@@ -17,7 +17,10 @@ _DESCRIPTION = f"Talks with a served model; the conversation is remembered. {_HE
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="talk with a served model", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "chat", help="talk with a served model", description=_DESCRIPTION,
+        usage="%(prog)s [--server HOST:PORT] [OPTIONS]",
+    )  # fmt: skip
     parser.add_argument("--server", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help="(default: %(default)s)")
     parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
     parser.add_argument("--timeout", type=float, metavar="X", help="seconds that each answer may take")

@@ -30,7 +30,10 @@ there are none, from the lines of standard input. With --model it loads the mode
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="complete prompts", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "generate", help="complete prompts", description=_DESCRIPTION,
+        usage="%(prog)s [--server HOST:PORT | --model DIRECTORY] [OPTIONS] [PROMPT ...]",
+    )  # fmt: skip
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: one for each line of standard input")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--server", metavar="HOST:PORT", help=f"ask this server (default: {DEFAULT_ADDRESS})")

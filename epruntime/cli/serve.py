@@ -18,7 +18,7 @@ end (see --drain-timeout-s), the second stops at once."""
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "serve", help="serve a model over gRPC", description=_DESCRIPTION,
+        "serve", help="serve a model over gRPC", description=_DESCRIPTION, usage="%(prog)s [OPTIONS] MODEL",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     flags.add_engine(parser)

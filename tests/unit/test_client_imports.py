@@ -60,6 +60,13 @@ def test_client_and_command_line_need_no_extra():
     assert re.search(r"epruntime serve: \w+ is not installed; .*pip install 'epruntime\[serve\]'", done.stderr)
 
 
+def test_an_engine_without_its_extra_is_refused_in_words():
+    done = _run(sys.executable, _BLOCKER + "from epruntime import LLM", PYTHONPATH=str(ROOT))
+    assert re.search(
+        r"epruntime\.LLM needs \w+, which is not installed; .*pip install 'epruntime\[serve\]'", done.stderr
+    )
+
+
 def test_declared_versions_are_what_the_generated_modules_run_with():
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lowest = dict(re.match(r"(\w+)>=([\d.]+)", d).groups() for d in pyproject["project"]["dependencies"])

@@ -116,6 +116,14 @@ def test_a_compiler_that_cannot_compile_is_no_error(tmp_path: Path) -> None:
     assert "cannot compile an empty C++20 program" in done.stdout
 
 
+def test_a_compiler_asked_for_and_absent_is_not_replaced(tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    copy.mkdir()
+    done = build(copy, CXX="/nonexistent/c++")
+    assert done.returncode == 0, done.stdout
+    assert "built without the C++ kernels: CXX=/nonexistent/c++ was not found" in done.stdout
+
+
 def test_an_error_in_the_sources_is_one(tmp_path: Path, setup_module: ModuleType) -> None:
     if reason := setup_module.why_not():
         pytest.skip(reason)
