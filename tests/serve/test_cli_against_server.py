@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,24 +143,32 @@ def test_chat_on_a_terminal_survives_ctrl_c():
 
         def see(text: str) -> None:
             nonlocal seen
+            deadline = time.monotonic() + DEADLINE_S
             while text not in seen:
+                ready, _, _ = select.select([master], [], [], max(deadline - time.monotonic(), 0))
+                assert ready, f"{text!r} did not come, but {seen!r}"
                 seen += os.read(master, 1000).decode()
             seen = seen.partition(text)[2]
 
+        def see_prompt() -> None:
+            """Python's line editor misses a signal that comes after it has shown the prompt and before it waits."""
+            see("> ")
+            time.sleep(0.5)
+
         try:
-            see("> ")
+            see_prompt()
             process.send_signal(signal.SIGINT)  # at the prompt: nothing is lost
-            see("> ")
+            see_prompt()
             os.write(master, b"hello\n")
             see("hellohello")
             process.send_signal(signal.SIGINT)
             see("[stopped]")
             wait_until(lambda: not server.llm.live, "the request ended on the server")
-            see("> ")
+            see_prompt()
             os.write(master, b"again\n")
             see("againagain")
             process.send_signal(signal.SIGINT)
-            see("> ")
+            see_prompt()
             messages = list(server.llm.prompts.values())[-1]["messages"]
             assert [m["role"] for m in messages] == ["user", "assistant", "user"]
             assert messages[1]["content"].startswith("hellohello")
