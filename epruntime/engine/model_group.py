@@ -48,6 +48,14 @@ class ModelGroup:
         self.experts_backend: str = loaded[0]["experts_backend"]
         self.num_kv_blocks: list[int] = [reply["num_kv_blocks"] for reply in loaded]
         self.load_reports: list[dict[str, Any]] = [reply["load_report"] for reply in loaded]
+        idle = sum(not report.get("local_experts", 1) for report in self.load_reports)
+        if idle:
+            logger.warning(
+                "%d of %d ranks own no experts: the model has %s per layer, so a smaller expert_parallel_size does",
+                idle,
+                len(ranks),
+                self.info["num_experts"],
+            )
 
     @classmethod
     async def load(

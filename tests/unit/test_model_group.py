@@ -65,3 +65,10 @@ def test_a_lost_rank_is_not_asked_anything_more() -> None:
 def test_what_the_ranks_said_is_kept() -> None:
     group = _load(FakePool(FakeRank(0, LOADED), FakeRank(1, {**LOADED, "num_kv_blocks": 3})))
     assert (group.generation, group.transport, group.num_kv_blocks) == (7, "gloo", [4, 3])
+
+
+def test_ranks_without_experts_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    info = {"vocab_size": 8, "num_experts": 1}
+    pool = FakePool(*(FakeRank(i, {**LOADED, "info": info, "load_report": {"local_experts": 1 - i}}) for i in (0, 1)))
+    _load(pool)
+    assert "1 of 2 ranks own no experts" in caplog.text
