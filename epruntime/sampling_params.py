@@ -68,10 +68,6 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1, "token ids are non-negative integers")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def to_wire(self) -> dict[str, Any]:
         """A msgpack-ready dict of all fields."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

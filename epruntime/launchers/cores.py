@@ -34,8 +34,8 @@ def thread_environment(threads: int) -> dict[str, str]:
     """Environment that makes native thread pools of a rank as large as its share, and lets idle threads sleep.
 
     By default OpenMP threads spin for milliseconds at the end of each parallel region. Where something else needs the
-    core of one of them, the others then burn theirs in waiting: with 2 threads on 2 busy cores a step took 4.0 s
-    instead of 0.25 s. A wait policy that the user has set is kept.
+    core of one of them, the others then burn theirs in waiting, and a step can take many times as long. A wait policy
+    that the user has set is kept.
     """
     environment = dict.fromkeys(THREAD_VARIABLES, str(threads))
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:

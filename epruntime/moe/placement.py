@@ -50,10 +50,6 @@ class Placement:
         if missing:
             raise ValueError(f"placement {self.version}: logical experts {missing} are on no rank")
 
-    @property
-    def num_physical(self) -> int:
-        return len(self.physical_to_logical)
-
     @cached_property
     def physical_to_slot(self) -> tuple[int, ...]:
         """Local slot of each physical expert on its rank."""

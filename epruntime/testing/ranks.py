@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -33,12 +32,6 @@ class Died:
     """Result of a rank that ended without a word and was allowed to; `exitcode` as multiprocessing gives it."""
 
     exitcode: int | None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(
