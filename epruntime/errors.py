@@ -39,6 +39,10 @@ class RequestNotFoundError(EPRuntimeError, KeyError):
         return str(self.args[0])
 
 
+class UnauthenticatedError(EPRuntimeError):
+    """The call brought no access token, or a wrong one."""
+
+
 class QueueFullError(EPRuntimeError):
     """The engine holds as many requests as it accepts; try again after `retry_after_s` seconds."""
 
@@ -122,6 +126,7 @@ class RankLostError(EngineDeadError):
 STATUS: tuple[tuple[type[BaseException], str, int], ...] = (
     (RequestNotFoundError, "NOT_FOUND", 404),
     (InvalidRequestError, "INVALID_ARGUMENT", 400),
+    (UnauthenticatedError, "UNAUTHENTICATED", 401),
     (ConfigError, "INVALID_ARGUMENT", 400),
     (QueueFullError, "RESOURCE_EXHAUSTED", 429),
     (RequestAbortedError, "CANCELLED", 499),

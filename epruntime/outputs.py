@@ -1,4 +1,4 @@
-"""What a caller gets back: RequestOutput, with one CompletionOutput per sequence."""
+"""What a caller gets back: RequestDelta by RequestDelta, or RequestOutput with one CompletionOutput per sequence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,15 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request. When streamed, each item holds the whole output so far (cumulative)."""
+    """State of one request. When streamed, each item holds the whole output so far (cumulative).
+
+    Attributes:
+        outputs: one per sequence, by index.
+        seed: the seed that was used (of sequence 0).
+        prompt_logprobs: per prompt position, id -> Logprob (the prompt's own token is always present); None for the
+            first position, which nothing predicts. None as a whole if not asked for.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -61,3 +69,46 @@ class RequestOutput:
     finished: bool
     seed: int | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class CompletionDelta:
+    """What is new in one sequence since the last delta of the same index; fields as in CompletionOutput.
+
+    Attributes:
+        finish_reason: in the last delta of this index, else None.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What is new in one request since the last delta. Deltas that a slow reader did not fetch are merged.
+
+    The first one comes when the request is admitted, before any token, and has no outputs: it tells the prompt.
+
+    Attributes:
+        outputs: sequences with something new, by index; empty in the first delta.
+        finished: the last delta; every sequence has ended.
+        prompt_logprobs: as in RequestOutput, in one delta, at or before the one with the first token.
+        num_output_tokens: over all sequences, so far.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionDelta]
+    finished: bool
+    seed: int
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0

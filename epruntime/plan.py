@@ -42,6 +42,10 @@ class SamplingSpec:
         stop_ids: ids that end the output: end-of-sequence ids (unless ignored) and stop_token_ids.
         max_tokens: output tokens at most, already capped by max_model_len.
         logprobs: -1 none, else number of most likely tokens to report (0..20).
+        prompt_logprobs: the same for the prompt's own tokens.
+        min_tokens: output tokens before which no id of stop_ids is chosen.
+        min_p, repetition_penalty, presence_penalty, frequency_penalty: as in SamplingParams.
+        logit_bias: (token id, bias) pairs, ids ascending.
     """
 
     temperature: float
@@ -51,6 +55,13 @@ class SamplingSpec:
     stop_ids: tuple[int, ...]
     max_tokens: int
     logprobs: int = -1
+    prompt_logprobs: int = -1
+    min_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +73,8 @@ class NewRequest:
         num_prompt_tokens: length of the original prompt inside `token_ids`.
         num_computed_tokens: leading tokens whose KV is already in `block_ids` (prefix cache), < len(token_ids).
         block_ids: KV blocks granted so far, in position order.
+        num_prompt_logprobs: prompt positions (from the second on) whose log-probabilities the coordinator already has,
+            where the request asks for them; num_computed_tokens then does not exceed this number unless it has all.
     """
 
     rid: int
@@ -70,6 +83,7 @@ class NewRequest:
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     sampling: SamplingSpec
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +117,7 @@ class StepPlan:
                 r.num_prompt_tokens,
                 r.num_computed_tokens,
                 r.block_ids,
+                r.num_prompt_logprobs,
                 [getattr(r.sampling, f.name) for f in fields(SamplingSpec)],
             ]
             for r in self.new
@@ -123,9 +138,10 @@ class StepPlan:
         step, generation, version, drop, new, blocks, prefill, hold = wire
         names = [f.name for f in fields(SamplingSpec)]
         requests = []
-        for rid, token_bytes, num_prompt, num_computed, block_ids, spec in new:
+        for rid, token_bytes, num_prompt, num_computed, block_ids, num_prompt_logprobs, spec in new:
             sampling = dict(zip(names, spec, strict=True))
             sampling["stop_ids"] = tuple(sampling["stop_ids"])
+            sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
             requests.append(
                 NewRequest(
                     rid=rid,
@@ -133,6 +149,7 @@ class StepPlan:
                     num_prompt_tokens=num_prompt,
                     num_computed_tokens=num_computed,
                     block_ids=tuple(block_ids),
+                    num_prompt_logprobs=num_prompt_logprobs,
                     sampling=SamplingSpec(**sampling),
                 )
             )
@@ -166,6 +183,8 @@ class StepResult:
         logprobs: index into the arrays -> TokenLogprobs, for requests that asked.
         errors: rid -> what went wrong, one for each entry with FINISH_ERROR.
         num_prefill_tokens / num_decode_tokens: rows really computed.
+        prompt_logprobs: rid -> log-probabilities of the prompt tokens at the positions that follow those reported so
+            far, for requests that asked; without an entry in the arrays if the prompt goes on.
     """
 
     step: int
@@ -177,9 +196,10 @@ class StepResult:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     errors: dict[int, str] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
     def to_wire(self) -> list[Any]:
-        logprobs = {i: [lp.chosen, lp.top_ids, lp.top_values] for i, lp in self.logprobs.items()}
+        logprobs = {i: _packed(entry) for i, entry in self.logprobs.items()}
         return [
             self.step,
             self.generation,
@@ -190,21 +210,30 @@ class StepResult:
             self.num_prefill_tokens,
             self.num_decode_tokens,
             self.errors,
+            {rid: [_packed(entry) for entry in entries] for rid, entries in self.prompt_logprobs.items()},
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> StepResult:
-        step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode, errors = wire
+        step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode, errors, prompt_logprobs = wire
         return cls(
             step=step,
             generation=generation,
             rids=np.frombuffer(rids, np.int64),
             tokens=np.frombuffer(tokens, np.int32),
             finish=np.frombuffer(finish, np.int8),
-            logprobs={
-                i: TokenLogprobs(chosen=c, top_ids=tuple(t), top_values=tuple(v)) for i, (c, t, v) in logprobs.items()
-            },
+            logprobs={i: _unpacked(entry) for i, entry in logprobs.items()},
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
             errors=dict(errors),
+            prompt_logprobs={rid: tuple(map(_unpacked, entries)) for rid, entries in prompt_logprobs.items()},
         )
+
+
+def _packed(entry: TokenLogprobs) -> list[Any]:
+    return [entry.chosen, entry.top_ids, entry.top_values]
+
+
+def _unpacked(wire: list[Any]) -> TokenLogprobs:
+    chosen, ids, values = wire
+    return TokenLogprobs(chosen=chosen, top_ids=tuple(ids), top_values=tuple(values))

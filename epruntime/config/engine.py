@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from epruntime.errors import ConfigError
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), cli: bool = True) -> Any:
-    """A documented config field. `choices`: allowed values; `cli=False`: no command-line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), cli: bool = True, secret: bool = False) -> Any:
+    """A documented config field. `choices`: allowed values; `cli=False`: no flag; `secret`: left out of repr."""
+    return field(default=default, repr=not secret, metadata={"help": help, "choices": choices, "cli": cli})
 
 
 def _check_fields(config: Any) -> None:
@@ -22,6 +22,10 @@ def _check_fields(config: Any) -> None:
     hints = typing.get_type_hints(type(config))
     for f in fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
+        if typing.get_origin(hint) is tuple:
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise ConfigError(f"{f.name}={value!r}: must be a tuple of texts")
+            continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not any(_is_a(value, kind) for kind in allowed):
             names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in allowed)
@@ -57,6 +61,13 @@ class ModelConfig:
         "auto", "dtype of weights and activations; auto: the checkpoint's own", choices=("auto", "float32", "bfloat16")
     )
     max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own limit")
+    generation_config: str = option(
+        "auto",
+        "sampling defaults for requests that leave a parameter out; auto: from the checkpoint's "
+        "generation_config.json; none: those of SamplingParams",
+        choices=("auto", "none"),
+    )
+    chat_template: str | None = option(None, "file with a Jinja chat template; default: the tokenizer's own")
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer"):
@@ -89,11 +100,16 @@ class ParallelConfig:
     start_timeout_s: float = option(120.0, "seconds within which all ranks must have started")
     load_timeout_s: float = option(1800.0, "seconds within which all ranks must have loaded the model")
     step_timeout_s: float = option(120.0, "seconds within which a step must end on every rank")
+    heartbeat_timeout_s: float = option(
+        10.0, "seconds of silence of a rank's progress thread after which the rank counts as lost"
+    )
+    restart: bool = option(False, "replace lost ranks and load the model again, instead of ending the engine")
+    max_restarts: int = option(3, "restarts within an hour, after which a lost rank ends the engine")
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank")
-        _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s")
+        _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank", "max_restarts")
+        _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +155,37 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The gRPC front end."""
+    """The front ends: gRPC and OpenAI-compatible HTTP."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(50051, "port to listen on; 0 picks a free one and prints it")
+    port: int = option(8000, "HTTP port; 0 picks a free one and prints it")
+    grpc_port: int = option(50051, "gRPC port; 0 picks a free one and prints it")
+    http: bool = option(True, "serve the OpenAI-compatible HTTP API, /health and /metrics")
+    api_key: tuple[str, ...] = option(
+        (),
+        "bearer token that gRPC and HTTP calls must bring; better set EPRUNTIME_API_KEY, which `ps` does not show",
+        secret=True,
+    )
+    ssl_certfile: str | None = option(None, "PEM certificate chain: serve TLS on both ports")
+    ssl_keyfile: str | None = option(None, "PEM private key of --ssl-certfile")
+    ssl_ca_certs: str | None = option(None, "PEM authorities: clients must bring a certificate of theirs (mTLS)")
+    allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call the HTTP API (CORS)")
     drain_timeout_s: float = option(30.0, "seconds that running requests get to end after SIGTERM")
-    max_message_mb: int = option(16, "largest gRPC message accepted, MiB")
+    max_message_mb: int = option(16, "largest gRPC message or HTTP body accepted, MiB")
+    log_stats_interval_s: float = option(10.0, "seconds between log lines about load and speed; 0: none")
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port}: must be in 0..65535")
-        _at_least(self, 0, "drain_timeout_s")
+        for name in ("port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be in 0..65535")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile and ssl_keyfile, too")
+        if not all(self.api_key):
+            raise ConfigError("api_key: an empty token would let everyone in; leave it out to need none")
+        _at_least(self, 0, "drain_timeout_s", "log_stats_interval_s")
         _at_least(self, 1, "max_message_mb")
 
 
