@@ -272,7 +272,7 @@ def test_a_slow_reader_gets_merged_pieces_and_holds_up_nobody():
         next(slow_one)
         for _ in range(5):
             assert client.generate("abc", max_tokens=50).usage.output_tokens == 50
-        wait_until(lambda: len(server.llm.live[slow_one.request_id].output.text) == len(text), "all generated", 20)
+        wait_until(lambda: server.llm.live[slow_one.request_id].generated == [len(text)], "all generated", 20)
         chunks = list(slow_one)
         assert sum(len(c.token_ids) for c in chunks) <= len(text)
         assert max(len(c.token_ids) for c in chunks) == 2048  # merged, and cut to what a client takes
