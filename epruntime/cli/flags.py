@@ -107,6 +107,9 @@ def _add(group: Any, name: str, hint: Any, help_text: str, choices: tuple[str, .
     base, item = _base_type(hint)
     if base is bool:
         options["action"] = argparse.BooleanOptionalAction
+    elif base is Mapping:
+        options |= {"action": _Biases, "metavar": "ID=VALUE"}
+        options["help"] += " Give the flag again for each."
     elif base is tuple:
         options |= {"action": "append", "type": item, "metavar": _METAVARS[item]}
         options["help"] += " Give the flag again for each."
@@ -117,13 +120,29 @@ def _add(group: Any, name: str, hint: Any, help_text: str, choices: tuple[str, .
     group.add_argument(flag_of(name), **options)
 
 
-def _base_type(hint: Any) -> tuple[type, type]:
-    """`int | None` -> int; `tuple[int, ...]` -> tuple with items of int."""
+class _Biases(argparse.Action):
+    """`--logit-bias 17=-5 --logit-bias 9=1.5` -> {17: -5.0, 9: 1.5}."""
+
+    def __call__(self, parser: Parser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        token, _, bias = str(values).partition("=")
+        try:
+            pair = (int(token), float(bias))
+        except ValueError:
+            raise argparse.ArgumentError(self, f"{values!r} is not ID=VALUE, for example 17=-5") from None
+        biases = dict(getattr(namespace, self.dest, {}))
+        if pair[0] in biases:
+            raise argparse.ArgumentError(self, f"token {pair[0]} has a bias already")
+        setattr(namespace, self.dest, {**biases, pair[0]: pair[1]})
+
+
+def _base_type(hint: Any) -> tuple[Any, Any]:
+    """`int | None` -> int; `tuple[int, ...]` -> tuple with items of int; `Mapping[int, float]` -> Mapping."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
         return tuple, typing.get_args(hint)[0]
-    return hint, hint
+    return (Mapping, float) if origin is Mapping else (hint, hint)
 
 
 def _default_text(f: Field[Any]) -> str:
