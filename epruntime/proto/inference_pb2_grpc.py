@@ -49,6 +49,21 @@ class InferenceStub:
                 request_serializer=epruntime_dot_proto_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=epruntime_dot_proto_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetModelInfo = channel.unary_unary(
+                '/epruntime.v1.Inference/GetModelInfo',
+                request_serializer=epruntime_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=epruntime_dot_proto_dot_inference__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/epruntime.v1.Inference/Tokenize',
+                request_serializer=epruntime_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=epruntime_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/epruntime.v1.Inference/Detokenize',
+                request_serializer=epruntime_dot_proto_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=epruntime_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -79,6 +94,27 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModelInfo(self, request, context):
+        """Facts of the model that never change while it is served. UNAVAILABLE while it loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The token ids that the model would get for a prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +132,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=epruntime_dot_proto_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=epruntime_dot_proto_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelInfo,
+                    request_deserializer=epruntime_dot_proto_dot_inference__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=epruntime_dot_proto_dot_inference__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=epruntime_dot_proto_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=epruntime_dot_proto_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=epruntime_dot_proto_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=epruntime_dot_proto_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +230,87 @@ class Inference:
             '/epruntime.v1.Inference/GetServerInfo',
             epruntime_dot_proto_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             epruntime_dot_proto_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epruntime.v1.Inference/GetModelInfo',
+            epruntime_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
+            epruntime_dot_proto_dot_inference__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epruntime.v1.Inference/Tokenize',
+            epruntime_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            epruntime_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epruntime.v1.Inference/Detokenize',
+            epruntime_dot_proto_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            epruntime_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
