@@ -133,6 +133,7 @@ class Dispatcher:
         result_MB = y_MH.contiguous().view(torch.uint8)
         handle._returning.append(self._transport.all_to_all_rows(result_MB, to_sources, from_experts))
         handle._stats.combine_bytes += result_MB.nbytes
+        handle._stats.pairs_received += sum(to_sources)
         handle._arrived = None
         handle._round += 1
         if handle._round < handle.num_rounds:

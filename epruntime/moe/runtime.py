@@ -98,6 +98,6 @@ class MoERuntime:
             backend=backend,
             store=self.store,
             context=self.context,
-            stats=self.stats.layer(layer_index, num_experts),
+            stats=self.stats.layer(layer_index, num_experts, local),
             strict=self._strict,
         )

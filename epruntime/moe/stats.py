@@ -10,21 +10,25 @@ import torch
 class LayerStats:
     """Counters of one layer, from the rank's start on.
 
+    Args:
+        local_experts: logical ids of the rank's slots in this layer, in slot order, as its placement says.
+
     Attributes:
         rows_sent, rows_received: rows (token, destination rank) of this rank, to itself included.
+        pairs_received: (token, expert) pairs that this rank's experts computed, whoever sent them: the rank's load.
         rounds: exchange rounds.
         dispatch_s, combine_s: seconds in which this rank waited for counts and rows, or for results; that is the time
             on the wire plus the time by which a peer came later.
         dispatch_bytes, combine_bytes: bytes handed to the transport, to itself included.
     """
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self, num_experts: int, local_experts: tuple[int, ...] = ()) -> None:
+        self.num_experts, self.local_experts = num_experts, local_experts
         # The last entry counts the choices that are not routed (id -1).
         self._choices_E1 = torch.zeros(num_experts + 1, dtype=torch.int64)
         self._one = torch.ones((), dtype=torch.int64)
         self.steps = 0
-        self.rows_sent = self.rows_received = self.rounds = 0
+        self.rows_sent = self.rows_received = self.pairs_received = self.rounds = 0
         self.dispatch_bytes = self.combine_bytes = 0
         self.dispatch_s = self.combine_s = 0.0
 
@@ -41,11 +45,13 @@ class LayerStats:
     def snapshot(self) -> dict[str, Any]:
         return {
             "expert_tokens": self.expert_tokens_E.tolist(),
+            "local_experts": list(self.local_experts),
             "not_routed": int(self._choices_E1[-1]),
             "steps": self.steps,
             "rounds": self.rounds,
             "rows_sent": self.rows_sent,
             "rows_received": self.rows_received,
+            "pairs_received": self.pairs_received,
             "dispatch_bytes": self.dispatch_bytes,
             "combine_bytes": self.combine_bytes,
             "dispatch_s": self.dispatch_s,
@@ -59,9 +65,9 @@ class MoEStats:
     def __init__(self) -> None:
         self._layers: dict[int, LayerStats] = {}
 
-    def layer(self, layer_index: int, num_experts: int) -> LayerStats:
+    def layer(self, layer_index: int, num_experts: int, local_experts: tuple[int, ...] = ()) -> LayerStats:
         """The layer's counters; made at the first call."""
-        stats = self._layers.setdefault(layer_index, LayerStats(num_experts))
+        stats = self._layers.setdefault(layer_index, LayerStats(num_experts, local_experts))
         assert stats.num_experts == num_experts, f"layer {layer_index}: {stats.num_experts} experts, then {num_experts}"
         return stats
 

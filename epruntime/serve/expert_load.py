@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from epruntime.moe.placement import contiguous
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
@@ -14,7 +12,7 @@ class LayerLoad:
 
     Attributes:
         tokens_per_expert: by logical expert id. A token counts once for each of its top-k experts.
-        tokens_per_rank: by expert-parallel rank: the sum over the experts that the rank owns.
+        tokens_per_rank: by expert-parallel rank: what the rank's experts computed, wherever the placement put them.
     """
 
     layer: int
@@ -23,21 +21,21 @@ class LayerLoad:
 
 
 def expert_load(info: dict[str, Any]) -> list[LayerLoad]:
-    """Adds up what each rank counted for its own tokens.
+    """Adds up what each rank counted.
 
     Args:
-        info: of Engine.info: `ranks[i]["moe"]["layers"][str(layer)]["expert_tokens"]`.
+        info: of Engine.info. Of each entry of `ranks[i]["moe"]["layers"]`: `expert_tokens` (choices of the rank's own
+            tokens by logical expert) and `pairs_received` (choices that the rank computed).
     """
-    ranks = info.get("ranks", [])
-    totals: dict[int, list[int]] = {}
-    for rank in ranks:
-        for name, counters in rank.get("moe", {}).get("layers", {}).items():
-            counts = counters["expert_tokens"]
-            total = totals.setdefault(int(name), [0] * len(counts))
-            totals[int(name)] = [a + b for a, b in zip(total, counts, strict=True)]
+    ranks = [rank.get("moe", {}).get("layers", {}) for rank in info.get("ranks", [])]
     loads = []
-    for layer, counts in sorted(totals.items()):
-        placement = contiguous(len(counts), len(ranks))
-        per_rank = [sum(counts[e] for e in placement.local_logical(rank)) for rank in range(len(ranks))]
-        loads.append(LayerLoad(layer=layer, tokens_per_expert=counts, tokens_per_rank=per_rank))
+    for name in sorted({name for layers in ranks for name in layers}, key=int):
+        counters = [layers[name] for layers in ranks if name in layers]
+        loads.append(
+            LayerLoad(
+                layer=int(name),
+                tokens_per_expert=[sum(counts) for counts in zip(*(c["expert_tokens"] for c in counters), strict=True)],
+                tokens_per_rank=[c["pairs_received"] for c in counters],
+            )
+        )
     return loads

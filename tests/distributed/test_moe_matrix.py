@@ -266,4 +266,9 @@ def test_statistics(transport: str, world_size: int, case: Case) -> None:
         assert sent == int((ids >= 0).any(1).sum())  # one row per token, however many choices
     pairs = int((ids >= 0).sum())
     assert sum(s["combine_bytes"] for s in stats) == pairs * HIDDEN * case.dtype.itemsize
+    # what a rank computed is what all ranks' tokens chose of its experts, wherever the placement put them
+    if case.placement != "replicas":
+        for s in stats:
+            assert s["pairs_received"] == sum(int(counts[e]) for e in s["local_experts"])
+    assert sum(s["pairs_received"] for s in stats) == pairs
     assert all(s["steps"] == 1 and s["dispatch_s"] >= 0 and s["combine_s"] >= 0 for s in stats)

@@ -26,11 +26,13 @@ INFO = {
     "ranks": [
         {
             "slot": 0, "incarnation": 1, "host": "a", "local_rank": 0, "pid": 10,
-            "moe": {"layers": {"3": {"expert_tokens": [1, 2, 3]}, "11": {"expert_tokens": [0, 0, 9]}}},
+            "moe": {"layers": {"3": {"expert_tokens": [1, 2, 3], "pairs_received": 33},
+                               "11": {"expert_tokens": [0, 0, 9], "pairs_received": 1}}},
         },
         {
             "slot": 1, "incarnation": 2, "host": "b", "local_rank": 0, "pid": 11,
-            "moe": {"layers": {"3": {"expert_tokens": [10, 20, 30]}, "11": {"expert_tokens": [1, 0, 0]}}},
+            "moe": {"layers": {"3": {"expert_tokens": [10, 20, 30], "pairs_received": 33},
+                               "11": {"expert_tokens": [1, 0, 0], "pairs_received": 9}}},
         },
     ],
 }  # fmt: skip

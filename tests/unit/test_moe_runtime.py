@@ -116,6 +116,8 @@ def test_statistics_add_up_and_are_ready_for_msgpack() -> None:
     # Two steps of three valid tokens; the fourth row is padding. A row: 64 bytes of x, 8 of slots, padded to 80.
     assert counted == {
         "expert_tokens": [2, 2, 0, 6],
+        "local_experts": [0, 1, 2, 3],
+        "pairs_received": 10,
         "not_routed": 2,
         "steps": 2,
         "rounds": 2,
