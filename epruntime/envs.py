@@ -1,4 +1,4 @@
-"""Every environment variable that epruntime reads, for debugging only; a bad value raises."""
+"""Every environment variable that epruntime reads: for debugging, and one for a secret; a bad value raises."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ VARIABLES: dict[str, tuple[Callable[[str], object], object, str]] = {
         _choice("avx512", "avx2", "portable"),
         "",
         "instruction set of the C++ kernels; empty: the best that this CPU has",
+    ),
+    "EPRUNTIME_API_KEY": (
+        str,
+        "",
+        "a bearer token that gRPC and HTTP calls must bring, beside those of --api-key; empty: none",
     ),
     "EPRUNTIME_CACHE_DIR": (str, "", "where sample models are kept; empty: ~/.cache/epruntime"),
 }

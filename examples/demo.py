@@ -179,6 +179,8 @@ async def run(model: str, options: argparse.Namespace) -> int:
             options.launcher,
             "--port",
             "0",
+            "--grpc-port",
+            "0",
             "--max-num-seqs",
             "8",
             "--kv-cache-memory-gb",

@@ -1,4 +1,4 @@
-"""`epruntime serve MODEL`: the gRPC server."""
+"""`epruntime serve MODEL`: the server process, gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from epruntime.cli import flags
 from epruntime.config import ServeConfig
 from epruntime.errors import ConfigError
 
-_DESCRIPTION = """Loads a Mixture-of-Experts model on its ranks and serves it over gRPC.
+_DESCRIPTION = """Loads a Mixture-of-Experts model on its ranks and serves it over gRPC and HTTP.
 
-When it takes requests it prints "epruntime is ready on HOST:PORT". The first Ctrl-C or SIGTERM lets running requests
-end (see --drain-timeout-s), the second stops at once."""
+When it takes requests it prints "epruntime is ready: gRPC on HOST:PORT, HTTP on http://HOST:PORT". The first Ctrl-C
+or SIGTERM lets running requests end (see --drain-timeout-s), the second stops at once."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "serve", help="serve a model over gRPC", description=_DESCRIPTION, usage="%(prog)s [OPTIONS] MODEL",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "serve", help="serve a model over gRPC and OpenAI-compatible HTTP", description=_DESCRIPTION,
+        usage="%(prog)s [OPTIONS] MODEL", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     flags.add_engine(parser)
     flags.add_config(parser, ServeConfig)
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     # Ray and the launchers start processes while gRPC runs. They exec at once, so gRPC has nothing to prepare for, and
     # it would write a line about each. It reads this when it is imported.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from epruntime.serve.grpc.server import run_server
+    from epruntime.serve.server import run_server
 
     return run_server(engine, serve)

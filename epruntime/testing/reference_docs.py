@@ -96,7 +96,7 @@ def configuration() -> str:
         )
     )
     parts.append("## Environment variables")
-    parts.append("For debugging; a value that does not parse is an error.")
+    parts.append("For debugging, and for a secret; a value that does not parse is an error.")
     parts.append(
         _table(
             ("variable", "default", "meaning"),

@@ -1,6 +1,7 @@
 """ServerProcess: `epruntime serve` as a child process, of which nothing stays behind.
 
-start -> "epruntime is ready on HOST:PORT" -> ... -> SIGTERM, again, SIGKILL -> SIGKILL for what is left of its tree
+start -> "epruntime is ready: gRPC on HOST:PORT, HTTP on http://HOST:PORT" -> ... -> SIGTERM, again, SIGKILL
+-> SIGKILL for what is left of its tree
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from epruntime.errors import LaunchError
 
-_READY = re.compile(r"^epruntime is ready on (\S+)$")
+_READY = re.compile(r"^epruntime is ready: gRPC on (\S+?)(?:, HTTP on (\S+))?$")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 #: seconds given to the server after the first SIGTERM, after the second, and to be gone after SIGKILL.
@@ -36,6 +37,9 @@ class ServerProcess:
         arguments: of `epruntime serve`, the model first.
         echo: called with every line that the server prints.
         environment: added to this process's own.
+
+    Attributes:
+        address: HOST:PORT of gRPC, http_url: where HTTP is served (empty: it is not); both once it is ready.
     """
 
     def __init__(
@@ -46,13 +50,13 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.command = [sys.executable, "-m", "epruntime.cli.main", "serve", *arguments]
-        self.address = ""
+        self.address, self.http_url = "", ""
         self._echo = echo
         self._environment = {**os.environ, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._tail: deque[str] = deque(maxlen=15)
-        self._ready: asyncio.Future[str] | None = None
+        self._ready: asyncio.Future[tuple[str, str]] | None = None
         self._others: frozenset[int] = frozenset()
 
     @property
@@ -61,14 +65,14 @@ class ServerProcess:
         return self._process.pid
 
     async def start(self, timeout_s: float) -> str:
-        """Starts the server and waits until it takes requests; returns HOST:PORT.
+        """Starts the server and waits until it takes requests; returns HOST:PORT of gRPC.
 
         Raises:
             LaunchError: it ended, or was not ready in time; with its last lines.
         """
         adopt_orphans()
         self._others = frozenset(descendants())
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         self._ready = ready
         self._process = await asyncio.create_subprocess_exec(
             *self.command,
@@ -92,7 +96,7 @@ class ServerProcess:
                 await asyncio.wait({self._reader}, timeout=1.0)  # its last words
             what = f"was not ready within {timeout_s:g} s" if code is None else f"ended with status {code}"
             raise LaunchError("\n  ".join([f"the server {what}: {' '.join(self.command)}", *self._tail]))
-        self.address = ready.result()
+        self.address, self.http_url = ready.result()
         return self.address
 
     def signal(self, number: int) -> None:
@@ -144,7 +148,7 @@ class ServerProcess:
             self._tail.append(text)
             found = _READY.match(text)
             if found and not self._ready.done():
-                self._ready.set_result(found[1])
+                self._ready.set_result((found[1], found[2] or ""))
             self._echo(text)
 
 

@@ -69,7 +69,9 @@ def test_offline(model: Path, expected: list[str]) -> None:
 
 def test_grpc_client(model: Path, expected: list[str]) -> None:
     async def serve_and_run() -> str:
-        server = ServerProcess([str(model), "--expert-parallel-size", "2", "--port", "0"], environment=environment())
+        server = ServerProcess(
+            [str(model), "--expert-parallel-size", "2", "--port", "0", "--grpc-port", "0"], environment=environment()
+        )
         async with server:
             address = await server.start(DEADLINE_S)
             printed = await asyncio.to_thread(run_example, "grpc_client.py", "--server", address)

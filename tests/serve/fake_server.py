@@ -11,7 +11,7 @@ from fake_llm import FakeLLM
 
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.errors import RankLostError, UnsupportedModelError
-from epruntime.serve.grpc import server
+from epruntime.serve import server
 
 
 def main() -> int:
@@ -36,7 +36,9 @@ def main() -> int:
         return llm
 
     return server.run_server(
-        EngineConfig.from_kwargs(model="x"), ServeConfig(port=port, drain_timeout_s=drain_s), create_engine=create
+        EngineConfig.from_kwargs(model="x"),
+        ServeConfig(port=0, grpc_port=port, drain_timeout_s=drain_s),
+        create_engine=create,
     )
 
 

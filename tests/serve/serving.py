@@ -24,7 +24,7 @@ class Serving:
     def __init__(self, llm: FakeLLM | None = None, *, ready: bool = True, max_message_mb: int = 16) -> None:
         self.llm = llm or FakeLLM()
         self._ready = ready
-        self._config = ServeConfig(port=0, max_message_mb=max_message_mb)
+        self._config = ServeConfig(port=0, grpc_port=0, max_message_mb=max_message_mb)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 

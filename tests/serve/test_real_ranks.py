@@ -48,7 +48,7 @@ class Server:
     def __init__(self, model: Path) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "epruntime.cli", "serve", str(model), "--expert-parallel-size", "2", "--port", "0",
-             "--max-num-batched-tokens", "32", "--max-num-seqs", "8", "--threads-per-rank", "1"],
+             "--grpc-port", "0", "--max-num-batched-tokens", "32", "--max-num-seqs", "8", "--threads-per-rank", "1"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
@@ -62,8 +62,8 @@ class Server:
 
     def address(self) -> str:
         line = self.popen.stdout.readline()
-        assert line.startswith("epruntime is ready on "), (line, "".join(self.log))
-        return line.split()[-1]
+        assert line.startswith("epruntime is ready: gRPC on "), (line, "".join(self.log))
+        return line.split()[5].rstrip(",")
 
     def logged(self, text: str) -> bool:
         return any(text in line for line in self.log)

@@ -42,7 +42,9 @@ class Process:
 
     def address(self) -> str:
         line = self.popen.stdout.readline()
-        match = re.fullmatch(r"epruntime is ready on (127\.0\.0\.1:\d+)\n", line)
+        match = re.fullmatch(
+            r"epruntime is ready: gRPC on (127\.0\.0\.1:\d+)(, HTTP on (http://127\.0\.0\.1:\d+))?\n", line
+        )
         assert match, (line, self.popen.stderr.read() if not line else "")
         return match[1]
 
@@ -137,7 +139,7 @@ def test_busy_port():
             code, _, err = server.end()
     assert code == 1
     assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "--port" in err
+    assert "--grpc-port" in err
     assert "Traceback" not in err
 
 

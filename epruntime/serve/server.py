@@ -1,0 +1,177 @@
+"""The server process: both front ends on one gate and one loop.
+
+listen -> create the engine (health: not serving) -> ready line -> serve -> drain -> stop
+
+Signals: the first SIGTERM or SIGINT drains (while loading: gives up and cleans up), the second stops at once, the
+third ends the process without cleaning up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from epruntime.config import EngineConfig, ServeConfig
+from epruntime.errors import EngineDeadError, EPRuntimeError
+from epruntime.serve.engine import Engine
+from epruntime.serve.gate import Gate
+from epruntime.serve.grpc.server import GrpcServer
+from epruntime.serve.progress import ProgressLog
+
+logger = logging.getLogger("epruntime.serve.server")
+
+#: create(config, progress=...) -> the engine
+CreateEngine = Callable[..., Awaitable[Engine]]
+
+_WATCH_S = 0.2
+#: How long a server with a dead engine still tells clients and health probes why, before it exits.
+DEAD_LINGER_S = 5.0
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT; use inside a running loop, as a context manager."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.last = signal.SIGTERM
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the number of the signal, as shells count."""
+        return 128 + self.last
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._arrived, number)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+    def _arrived(self, number: signal.Signals) -> None:
+        self.last = number
+        if not self.first.is_set():
+            self.first.set()
+        elif not self.second.is_set():
+            logger.warning("second signal: stopping at once")
+            self.second.set()
+        else:
+            os._exit(128 + number)
+
+
+def run_server(
+    llm_config: EngineConfig, serve_config: ServeConfig, *, create_engine: CreateEngine | None = None
+) -> int:
+    """Serves until a signal ends it or the engine dies; blocks.
+
+    When requests are taken, prints one line to stdout: `epruntime is ready: gRPC on HOST:PORT`.
+
+    Args:
+        create_engine: makes the engine; default: AsyncLLM.create.
+
+    Returns:
+        The exit code of the process: 0 after a drain, 1 after a failure (its reason is on stderr), 128 plus the
+        signal's number when it was stopped while loading, or by a second signal.
+    """
+    if create_engine is None:
+        from epruntime.engine.async_llm import AsyncLLM
+
+        create_engine = AsyncLLM.create
+    try:
+        return asyncio.run(_serve(llm_config, serve_config, create_engine))
+    except EPRuntimeError as error:
+        logger.debug("failed", exc_info=True)
+        print(f"epruntime: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_engine: CreateEngine) -> int:
+    gate = Gate()
+    server = GrpcServer(serve_config, gate)
+    engine: Engine | None = None
+    with Signals() as signals:
+        where = await server.start()
+        try:
+            engine = await _create(llm_config, create_engine, signals)
+            if engine is None:
+                return signals.exit_code
+            gate.ready(engine)
+            print(f"epruntime is ready: gRPC on {where}", flush=True)
+            return await _until_stopped(gate, engine, serve_config, signals)
+        finally:
+            await server.stop()  # first, so that streams end as the gate says
+            if engine is not None:
+                await engine.shutdown()
+
+
+async def _create(config: EngineConfig, create_engine: CreateEngine, signals: Signals) -> Engine | None:
+    """The engine; None if a signal came first, after everything started for it has been cleaned up."""
+    task = asyncio.ensure_future(create_engine(config, progress=ProgressLog()))
+    if not await _first_of(task, signals.first.wait()):
+        return task.result()
+    logger.warning("stopped while loading: cleaning up")
+    task.cancel()
+    cleaned = asyncio.ensure_future(asyncio.wait([task]))
+    if await _first_of(cleaned, signals.second.wait()):
+        os._exit(signals.exit_code)
+    if task.cancelled():
+        return None
+    if task.exception() is None:  # it was ready in the very moment
+        await task.result().shutdown()
+    return None
+
+
+async def _until_stopped(gate: Gate, engine: Engine, config: ServeConfig, signals: Signals) -> int:
+    death = asyncio.ensure_future(_death(engine))
+    if not await _first_of(death, signals.first.wait()):
+        return await _dead(gate, death.result(), signals)
+    gate.drain()
+    logger.info("draining: %d requests are running, up to %g s", len(gate.live), config.drain_timeout_s)
+    drain = asyncio.ensure_future(_drain(gate, engine, config.drain_timeout_s))
+    if await _first_of(drain, signals.second.wait()):
+        await gate.close("the server was stopped before this request ended")
+        return signals.exit_code
+    if engine.errored:
+        return await _dead(gate, engine.dead_error or EngineDeadError("the engine stopped"), signals)
+    if not drain.result():
+        logger.warning("%d requests were still running after %g s", len(gate.live), config.drain_timeout_s)
+        await gate.close(f"the server stopped; this request did not end within {config.drain_timeout_s:g} s of that")
+    return 0
+
+
+async def _drain(gate: Gate, engine: Engine, timeout_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    return await engine.drain(timeout_s) and await gate.wait_idle(max(deadline - loop.time(), 0.0))
+
+
+async def _dead(gate: Gate, error: EngineDeadError, signals: Signals) -> int:
+    gate.die(error)
+    logger.error("the engine is dead: %s. Exiting in %g s", error, DEAD_LINGER_S)
+    linger = asyncio.ensure_future(asyncio.sleep(DEAD_LINGER_S))
+    await _first_of(linger, signals.first.wait())
+    return 1
+
+
+async def _death(engine: Engine) -> EngineDeadError:
+    """Returns the error when the engine is dead."""
+    while not engine.errored:  # noqa: ASYNC110  an engine has no event for it
+        await asyncio.sleep(_WATCH_S)
+    return engine.dead_error or EngineDeadError("the engine stopped without a reason")
+
+
+async def _first_of(task: asyncio.Future[Any], event: Any) -> bool:
+    """Waits for `task` or `event`, whichever comes first; True if it was the event. Cancels `task` never."""
+    waiter = asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+    return not task.done()
