@@ -6,6 +6,19 @@ from typing import Any
 
 import torch
 
+#: Counters of a layer by name, in the order of its packed form.
+LAYER_COUNTERS = (
+    "steps",
+    "rounds",
+    "rows_sent",
+    "rows_received",
+    "pairs_received",
+    "dispatch_bytes",
+    "combine_bytes",
+    "dispatch_s",
+    "combine_s",
+)
+
 
 class LayerStats:
     """Counters of one layer, from the rank's start on.
@@ -42,6 +55,9 @@ class LayerStats:
         """int64 [E]: tokens of this rank that chose each logical expert."""
         return self._choices_E1[:-1]
 
+    def packed(self) -> list[Any]:
+        return [*(getattr(self, name) for name in LAYER_COUNTERS), self.expert_tokens_E.numpy().tobytes()]
+
     def snapshot(self) -> dict[str, Any]:
         return {
             "expert_tokens": self.expert_tokens_E.tolist(),
@@ -70,6 +86,14 @@ class MoEStats:
         stats = self._layers.setdefault(layer_index, LayerStats(num_experts, local_experts))
         assert stats.num_experts == num_experts, f"layer {layer_index}: {stats.num_experts} experts, then {num_experts}"
         return stats
+
+    def packed(self) -> dict[int, list[Any]]:
+        """All counters since the start in a form that is quick to make, send and read.
+
+        Returns:
+            layer index -> [LAYER_COUNTERS..., bytes of int64 [E] expert tokens].
+        """
+        return {index: stats.packed() for index, stats in sorted(self._layers.items())}
 
     def snapshot(self) -> dict[str, Any]:
         """All counters since the start; plain ints, floats, lists and string keys (ready for msgpack).

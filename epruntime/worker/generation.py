@@ -68,6 +68,10 @@ class ServedModel:
             "num_requests": self.runner.num_requests,
         }
 
+    def counters(self) -> dict[str, Any]:
+        """Body of the `counters` reply."""
+        return {"layers": self.moe.stats.packed(), "num_requests": self.runner.num_requests}
+
     def close(self) -> None:
         """Lets go of weights and KV cache."""
         self.model.close()

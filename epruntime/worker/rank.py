@@ -1,6 +1,6 @@
 """RankLoop: one rank's conversation with the coordinator, message after message.
 
-recv -> handler by type: configure, load, plan, stats, unload, shutdown -> reply of the same id, or `failed`
+recv -> handler by type: configure, load, plan, stats, counters, unload, shutdown -> reply of the same id, or `failed`
 
 unconfigured --configure--> configured --load--> serving --plan fails--> failed --configure--> configured ...
 A failed configure or load leaves the rank usable. A failed plan ends the generation: the transport is
@@ -23,7 +23,7 @@ from epruntime.comm.messages import failed
 from epruntime.errors import ConnectionClosedError, EngineDeadError, ProtocolError
 from epruntime.plan import StepPlan, StepResult
 from epruntime.worker.letters import Configure, Load, parse
-from epruntime.worker.memory import give_back, process_memory_bytes
+from epruntime.worker.memory import give_back, process_memory_bytes, resident_memory_bytes
 from epruntime.worker.progress import Progress
 
 logger = logging.getLogger("epruntime.worker.rank")
@@ -49,6 +49,7 @@ class Served(Protocol):
     def runner(self) -> Runner: ...
     def describe(self) -> dict[str, Any]: ...
     def stats(self) -> dict[str, Any]: ...
+    def counters(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -86,6 +87,7 @@ class RankLoop:
             "load": self._load,
             "plan": self._plan,
             "stats": self._stats,
+            "counters": self._counters,
             "unload": self._unload,
             "shutdown": self._shutdown,
         }
@@ -172,6 +174,12 @@ class RankLoop:
         self.progress.enter("stats")
         served = {} if self._served is None else self._served.stats()
         return {"type": "stats", "memory": process_memory_bytes(), **served}
+
+    def _counters(self, message: Message) -> Message:
+        """The part of `stats` that is cheap enough to be asked for every few seconds while steps run."""
+        self.progress.enter("stats")
+        served = {} if self._served is None else self._served.counters()
+        return {"type": "counters", "rss": resident_memory_bytes(), **served}
 
     def _unload(self, message: Message) -> Message:
         self.progress.enter("unload")
