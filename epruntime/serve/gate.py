@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from epruntime.serve.engine import Engine
 
 LOADING_RETRY_S = 5.0
 DRAINING_RETRY_S = 1.0
+RESTARTING_RETRY_S = 5.0
 #: How long an abort waits for a request whose id is claimed to enter the engine, and how often it looks.
 _ENTRY_S, _ENTRY_POLL_S = 1.0, 0.005
 
@@ -27,14 +29,16 @@ class ServerState(enum.Enum):
 class Gate:
     """LOADING -> READY -> DRAINING, or DEAD from any of them. Only READY takes new requests.
 
+    While READY it follows the engine's own status: requests are refused while ranks are being replaced, and the server
+    counts as serving only while every rank is alive and stepping.
+
     Attributes:
-        state; reason: words for a state that is not READY.
         started: wall clock of the start, in seconds.
     """
 
     def __init__(self) -> None:
         self.state = ServerState.LOADING
-        self.reason = "the model is being loaded"
+        self._reason = "the model is being loaded"
         self.started = time.time()
         self._engine: Engine | None = None
         self._error: EngineDeadError | None = None
@@ -43,11 +47,22 @@ class Gate:
         self._idle.set()
         self._closing: UnavailableError | None = None
         self._watchers: list[Callable[[], None]] = []
+        self._dead = asyncio.Event()
 
     @property
     def engine(self) -> Engine | None:
         """The engine; None while it loads."""
         return self._engine
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken and every rank steps: what health probes are told."""
+        return self.state is ServerState.READY and self._engine_status.state is EngineState.READY
+
+    @property
+    def reason(self) -> str:
+        """Words for why it is not serving; empty while it is."""
+        return self._reason or self._engine_status.reason
 
     @property
     def live(self) -> frozenset[str]:
@@ -60,12 +75,14 @@ class Gate:
         return self._closing
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back after each change of state."""
+        """Calls back after each change of state, or of the engine's status."""
         self._watchers.append(callback)
 
     def ready(self, engine: Engine) -> None:
         self._engine = engine
+        engine.on_status(self._on_engine_status)  # for as long as both live
         self._become(ServerState.READY, "")
+        self._on_engine_status(engine.status)  # it may have died in the very moment
 
     def drain(self) -> None:
         """Takes no new requests; live ones go on."""
@@ -75,6 +92,13 @@ class Gate:
     def die(self, error: EngineDeadError) -> None:
         self._error = error
         self._become(ServerState.DEAD, str(error))
+        self._dead.set()
+
+    async def death(self) -> EngineDeadError:
+        """Returns when the engine is dead, with its error."""
+        await self._dead.wait()
+        assert self._error is not None
+        return self._error
 
     async def close(self, reason: str) -> None:
         """Ends the live requests: their streams end with UNAVAILABLE and this reason."""
@@ -104,12 +128,16 @@ class Gate:
         """The engine, for a new request.
 
         Raises:
-            UnavailableError: loading or draining, with a retry hint.
+            UnavailableError: loading, draining, or ranks are being replaced; with a retry hint.
             EngineDeadError: the engine is dead, with the reason.
         """
         engine = self.reach()
         if self.state is not ServerState.READY:
             raise UnavailableError(f"{self.reason}; send the request elsewhere", retry_after_s=DRAINING_RETRY_S)
+        if self._engine_status.state is EngineState.RESTARTING:
+            raise UnavailableError(
+                f"ranks are being replaced: {self.reason}; try again later", retry_after_s=RESTARTING_RETRY_S
+            )
         return engine
 
     def reach(self) -> Engine:
@@ -153,6 +181,20 @@ class Gate:
         return True
 
     def _become(self, state: ServerState, reason: str) -> None:
-        self.state, self.reason = state, reason
+        self.state, self._reason = state, reason
+        self._tell()
+
+    def _tell(self) -> None:
         for callback in self._watchers:
             callback()
+
+    @property
+    def _engine_status(self) -> EngineStatus:
+        return EngineStatus() if self._engine is None else self._engine.status
+
+    def _on_engine_status(self, status: EngineStatus) -> None:
+        if status.state is not EngineState.DEAD:
+            self._tell()
+        elif self._error is None:
+            assert self._engine is not None
+            self.die(self._engine.dead_error or EngineDeadError(status.reason or "the engine stopped"))

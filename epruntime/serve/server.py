@@ -28,7 +28,6 @@ logger = logging.getLogger("epruntime.serve.server")
 #: create(config, progress=...) -> the engine
 CreateEngine = Callable[..., Awaitable[Engine]]
 
-_WATCH_S = 0.2
 #: How long a server with a dead engine still tells clients and health probes why, before it exits.
 DEAD_LINGER_S = 5.0
 
@@ -129,17 +128,18 @@ async def _create(config: EngineConfig, create_engine: CreateEngine, signals: Si
 
 
 async def _until_stopped(gate: Gate, engine: Engine, config: ServeConfig, signals: Signals) -> int:
-    death = asyncio.ensure_future(_death(engine))
+    death = asyncio.ensure_future(gate.death())
     if not await _first_of(death, signals.first.wait()):
-        return await _dead(gate, death.result(), signals)
+        return await _dead(death.result(), signals)
     gate.drain()
     logger.info("draining: %d requests are running, up to %g s", len(gate.live), config.drain_timeout_s)
     drain = asyncio.ensure_future(_drain(gate, engine, config.drain_timeout_s))
     if await _first_of(drain, signals.second.wait()):
         await gate.close("the server was stopped before this request ended")
         return signals.exit_code
-    if engine.errored:
-        return await _dead(gate, engine.dead_error or EngineDeadError("the engine stopped"), signals)
+    if death.done():
+        return await _dead(death.result(), signals)
+    death.cancel()
     if not drain.result():
         logger.warning("%d requests were still running after %g s", len(gate.live), config.drain_timeout_s)
         await gate.close(f"the server stopped; this request did not end within {config.drain_timeout_s:g} s of that")
@@ -152,19 +152,11 @@ async def _drain(gate: Gate, engine: Engine, timeout_s: float) -> bool:
     return await engine.drain(timeout_s) and await gate.wait_idle(max(deadline - loop.time(), 0.0))
 
 
-async def _dead(gate: Gate, error: EngineDeadError, signals: Signals) -> int:
-    gate.die(error)
+async def _dead(error: EngineDeadError, signals: Signals) -> int:
     logger.error("the engine is dead: %s. Exiting in %g s", error, DEAD_LINGER_S)
     linger = asyncio.ensure_future(asyncio.sleep(DEAD_LINGER_S))
     await _first_of(linger, signals.first.wait())
     return 1
-
-
-async def _death(engine: Engine) -> EngineDeadError:
-    """Returns the error when the engine is dead."""
-    while not engine.errored:  # noqa: ASYNC110  an engine has no event for it
-        await asyncio.sleep(_WATCH_S)
-    return engine.dead_error or EngineDeadError("the engine stopped without a reason")
 
 
 async def _first_of(task: asyncio.Future[Any], event: Any) -> bool:
