@@ -55,9 +55,6 @@ class LayerStats:
         """int64 [E]: tokens of this rank that chose each logical expert."""
         return self._choices_E1[:-1]
 
-    def packed(self) -> list[Any]:
-        return [*(getattr(self, name) for name in LAYER_COUNTERS), self.expert_tokens_E.numpy().tobytes()]
-
     def snapshot(self) -> dict[str, Any]:
         return {
             "expert_tokens": self.expert_tokens_E.tolist(),
@@ -87,13 +84,21 @@ class MoEStats:
         assert stats.num_experts == num_experts, f"layer {layer_index}: {stats.num_experts} experts, then {num_experts}"
         return stats
 
-    def packed(self) -> dict[int, list[Any]]:
+    def packed(self) -> dict[str, Any]:
         """All counters since the start in a form that is quick to make, send and read.
 
         Returns:
-            layer index -> [LAYER_COUNTERS..., bytes of int64 [E] expert tokens].
+            {"layers": [L layer indices], "num_experts": [L ints], "counters": bytes of float64 [L, LAYER_COUNTERS],
+            "expert_tokens": bytes of int64 [sum of num_experts]}, layers in ascending order.
         """
-        return {index: stats.packed() for index, stats in sorted(self._layers.items())}
+        layers = sorted(self._layers.items())
+        counters_LC = [[getattr(stats, name) for name in LAYER_COUNTERS] for _, stats in layers]
+        return {
+            "layers": [index for index, _ in layers],
+            "num_experts": [stats.num_experts for _, stats in layers],
+            "counters": torch.tensor(counters_LC, dtype=torch.float64).numpy().tobytes(),
+            "expert_tokens": b"".join(stats.expert_tokens_E.numpy().tobytes() for _, stats in layers),
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """All counters since the start; plain ints, floats, lists and string keys (ready for msgpack).

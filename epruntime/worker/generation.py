@@ -70,7 +70,7 @@ class ServedModel:
 
     def counters(self) -> dict[str, Any]:
         """Body of the `counters` reply."""
-        return {"layers": self.moe.stats.packed(), "num_requests": self.runner.num_requests}
+        return {"moe": self.moe.stats.packed(), "num_requests": self.runner.num_requests}
 
     def close(self) -> None:
         """Lets go of weights and KV cache."""
