@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "common/progress.h"
 #include "cpu/attention_plan.h"
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
@@ -308,6 +309,33 @@ void select_isa(const std::string& name) {
     require(false, "select_isa: this CPU and build cannot run '", name, "'");
 }
 
+// A ProgressPublisher, and the Python buffer whose memory it reads.
+class Publisher {
+  public:
+    Publisher(int fd, const py::buffer& cells, const py::bytes& frame, double interval_s) : cells_(cells.request()) {
+        const std::string whole = frame;
+        const size_t bytes = static_cast<size_t>(cells_.size * cells_.itemsize);
+        require(bytes % sizeof(int64_t) == 0 && reinterpret_cast<uintptr_t>(cells_.ptr) % alignof(int64_t) == 0,
+                "ProgressPublisher: the cells are no aligned int64");
+        require(whole.size() >= bytes, "ProgressPublisher: a frame of ", whole.size(), " bytes has no room for ", bytes,
+                " of stamps");
+        require(fd >= 0, "ProgressPublisher: fd = ", fd, " is no descriptor");
+        require(interval_s > 0, "ProgressPublisher: interval_s = ", interval_s, " must be above 0");
+        publisher_ = std::make_unique<epruntime::ProgressPublisher>(fd, static_cast<const int64_t*>(cells_.ptr),
+                                                                    bytes / sizeof(int64_t), whole, interval_s);
+    }
+    void stop() {
+        const py::gil_scoped_release unlocked;
+        publisher_->stop();
+    }
+    bool running() const { return publisher_->running(); }
+    int64_t num_sent() const { return publisher_->num_sent(); }
+
+  private:
+    py::buffer_info cells_;  // holds the memory; destroyed after the thread that reads it
+    std::unique_ptr<epruntime::ProgressPublisher> publisher_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -320,4 +348,10 @@ PYBIND11_MODULE(_C, m) {
     m.def("paged_attention", &paged_attention);
     m.def("combine_rows", &combine_rows);
     m.def("pack_rows", &pack_rows);
+    py::class_<Publisher>(m, "ProgressPublisher")
+        .def(py::init<int, const py::buffer&, const py::bytes&, double>(), py::arg("fd"), py::arg("cells"),
+             py::arg("frame"), py::arg("interval_s"))
+        .def("stop", &Publisher::stop)
+        .def_property_readonly("running", &Publisher::running)
+        .def_property_readonly("num_sent", &Publisher::num_sent);
 }

@@ -15,7 +15,7 @@ import hmac
 import secrets
 
 #: counts up when the handshake or the frames change; both sides must have the same.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 SECRET_BYTES = 32
 NONCE_BYTES = 32

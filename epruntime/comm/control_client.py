@@ -16,7 +16,7 @@ import msgpack
 
 from epruntime.comm import auth
 from epruntime.comm.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, Message, decode, encode
-from epruntime.comm.identity import RankBootstrap
+from epruntime.comm.identity import CONTROL, RankBootstrap
 from epruntime.comm.lifeline import exit_on_hangup
 from epruntime.comm.sockets import tune_tcp
 from epruntime.errors import ConnectionClosedError, HandshakeError, ProtocolError
@@ -41,11 +41,14 @@ class ControlClient:
         self.generation = -1
 
     @classmethod
-    def connect(cls, bootstrap: RankBootstrap, *, signature: dict[str, str]) -> ControlClient:
+    def connect(
+        cls, bootstrap: RankBootstrap, *, signature: dict[str, str], channel: str = CONTROL
+    ) -> ControlClient:
         """Reaches the coordinator, proves the secret, checks its proof, and says who this rank is.
 
         Args:
             signature: this rank's kernel signature; the coordinator refuses ranks with unequal ones.
+            channel: which of the rank's connections this is; "beats" after "control".
 
         Raises:
             HandshakeError: refused (with the coordinator's reason), the coordinator's proof is wrong, or no answer
@@ -56,7 +59,7 @@ class ControlClient:
         client = cls(sock, bootstrap)
         try:
             sock.settimeout(max(0.01, deadline - time.monotonic()))
-            client._handshake(signature)
+            client._handshake(signature, channel)
             sock.settimeout(None)
         except (OSError, ConnectionClosedError, ProtocolError) as error:
             sock.close()
@@ -99,6 +102,10 @@ class ControlClient:
         """Lets this process end itself when the coordinator is gone, even while its main thread is stuck."""
         exit_on_hangup(self._sock, grace_s=grace_s)
 
+    def detach(self) -> socket.socket:
+        """The socket, which is the caller's from here on."""
+        return self._sock
+
     def close(self) -> None:
         """Ends the connection. Safe to call again."""
         with contextlib.suppress(OSError):  # the peer was first
@@ -113,10 +120,11 @@ class ControlClient:
     ) -> None:
         self.close()
 
-    def _handshake(self, signature: dict[str, str]) -> None:
+    def _handshake(self, signature: dict[str, str], channel: str) -> None:
         letter = self._bootstrap
         nonce = auth.new_nonce()
         identity: dict[str, Any] = {
+            "channel": channel,
             "host": letter.host,
             "local_rank": letter.local_rank,
             "pool": letter.pool,

@@ -1,6 +1,6 @@
 """ControlServer: the coordinator's end of the control channel (asyncio).
 
-listen -> Connection: knock -> challenge -> hello -> checks -> joined (on_join), or refused and logged
+listen -> Connection: knock -> challenge -> hello -> checks -> joined (on_join, on_beats), or refused and logged
 
 What a stranger can do is bounded: frames of 8 KiB, `handshake_timeout_s` seconds, `MAX_STRANGERS` at a time; whatever
 it sends ends its own connection only.
@@ -19,7 +19,8 @@ import msgpack
 
 from epruntime.comm import auth
 from epruntime.comm.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, Message, decode, encode
-from epruntime.comm.identity import RankInfo
+from epruntime.comm.identity import BEATS, CONTROL, RankInfo
+from epruntime.comm.progress import BEAT_TYPE
 from epruntime.comm.sockets import tune_tcp
 from epruntime.errors import ConnectionClosedError, HandshakeError, ProtocolError
 
@@ -41,7 +42,7 @@ class Connection(asyncio.BufferedProtocol):
     """One peer. Until it has proved itself it is a stranger, and `info` is None.
 
     Attributes:
-        info: who the rank is, once joined.
+        info: who the rank is, once joined; channel: which of its connections this is, "control" or "beats".
         on_message: called with each message of a joined rank; on_close: called once when a joined rank's connection
             has ended, with the reason. The owner sets both in `on_join`.
         generation: of the last `configure` sent; frames of an older one are dropped and counted in `num_stale`.
@@ -56,6 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self._refused = False
         self._end = "closed by the peer"
         self.info: RankInfo | None = None
+        self.channel = CONTROL
         self.on_message: Callable[[Message], None] = lambda message: None
         self.on_close: Callable[[str], None] = lambda reason: None
         self.generation = -1
@@ -139,7 +141,11 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def _take(self, message: Message) -> None:
-        if self.info is not None:
+        if self.info is not None and self.channel == BEATS:
+            if message["type"] != BEAT_TYPE:
+                raise ProtocolError(f"message {message['type']!r:.40} on the connection for heartbeats")
+            self.on_message(message)
+        elif self.info is not None:
             generation = message.get("generation")
             if not isinstance(generation, int):
                 raise ProtocolError(f"message {message['type']!r} names no generation")
@@ -186,16 +192,18 @@ class Connection(asyncio.BufferedProtocol):
             raise HandshakeError(f"the peer that claims slot {knock.slot} does not know this pool's secret")
         try:
             identity: dict[str, Any] = msgpack.unpackb(claims)
+            channel = identity.pop("channel")
             info = RankInfo(
                 slot=knock.slot, incarnation=knock.incarnation, attn_group=knock.slot, ep_rank=knock.slot, **identity
             )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
             raise HandshakeError(f"identity of slot {knock.slot} is unreadable: {error}") from error
-        self._server._check(info)
+        self._server._check(info, channel)
         if self._timer is not None:
             self._timer.cancel()
-        self.info = info
-        self._reader.limit = MAX_FRAME_BYTES
+        self.info, self.channel = info, channel
+        if channel == CONTROL:
+            self._reader.limit = MAX_FRAME_BYTES
         self._write(encode({"type": "welcome"}))
         self._server._joined(self, info)
 
@@ -237,8 +245,9 @@ class ControlServer:
 
     Args:
         secret: shared with the ranks through their bootstrap.
-        on_join: called with each connection that has joined.
-        on_refused: called with (slot, error) when a rank that knows the secret is refused all the same.
+        on_join: called with each control connection that has joined.
+        on_beats: called with each connection for heartbeats that has joined; its rank has, before.
+        on_refused: called with (info, error) when a rank that knows the secret is refused all the same.
         handshake_timeout_s: seconds from connect to joined.
     """
 
@@ -247,17 +256,19 @@ class ControlServer:
         secret: bytes,
         *,
         on_join: Callable[[Connection], None],
-        on_refused: Callable[[int, HandshakeError], None] = lambda slot, error: None,
+        on_beats: Callable[[Connection], None] = lambda connection: None,
+        on_refused: Callable[[RankInfo, HandshakeError], None] = lambda info, error: None,
         handshake_timeout_s: float = 10.0,
     ) -> None:
         self._secret = secret
-        self._on_join, self._on_refused = on_join, on_refused
+        self._on_join, self._on_beats, self._on_refused = on_join, on_beats, on_refused
         self.handshake_timeout_s = handshake_timeout_s
         self._servers: list[asyncio.Server] = []
         self._strangers: set[Connection] = set()
         self._expected: dict[int, int] = {}
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int, str]] = set()
         self._ranks: dict[int, Connection] = {}
+        self._beats: dict[int, Connection] = {}
         self._reference: RankInfo | None = None
 
     async def listen_unix(self, path: str) -> str:
@@ -291,8 +302,8 @@ class ControlServer:
     def close(self) -> None:
         """Ends everything. Safe to call again."""
         self.close_listeners()
-        for rank in list(self._ranks.values()):
-            rank.abort("the coordinator has stopped")
+        for connection in [*self._ranks.values(), *self._beats.values()]:
+            connection.abort("the coordinator has stopped")
 
     # Connection calls the following
 
@@ -303,13 +314,15 @@ class ControlServer:
         self._strangers.add(connection)
         return True
 
-    def _check(self, info: RankInfo) -> None:
-        error = self._objection(info)
+    def _check(self, info: RankInfo, channel: object) -> None:
+        error = self._objection(info, channel)
         if error is not None:
-            self._on_refused(info.slot, error)
+            self._on_refused(info, error)
             raise error
 
-    def _objection(self, info: RankInfo) -> HandshakeError | None:
+    def _objection(self, info: RankInfo, channel: object) -> HandshakeError | None:
+        if channel not in (CONTROL, BEATS):
+            return HandshakeError(f"slot {info.slot} wants a connection for {channel!r:.40}: {CONTROL} or {BEATS}")
         expected = self._expected.get(info.slot)
         if expected is None:
             return HandshakeError(f"slot {info.slot} is not part of this pool")
@@ -318,8 +331,12 @@ class ControlServer:
             return HandshakeError(
                 f"{age} incarnation {info.incarnation} of slot {info.slot}: this pool expects {expected}"
             )
-        if (info.slot, info.incarnation) in self._seen:
-            return HandshakeError(f"slot {info.slot}, incarnation {info.incarnation} has joined already")
+        if (info.slot, info.incarnation, channel) in self._seen:
+            return HandshakeError(f"slot {info.slot}, incarnation {info.incarnation} has joined already ({channel})")
+        if channel == BEATS:
+            rank = self._ranks.get(info.slot)
+            if rank is None or rank.info != info:
+                return HandshakeError(f"heartbeats of slot {info.slot}, incarnation {info.incarnation}, which is not here")
         first = self._reference
         if first is not None and first.signature != info.signature:
             keys = sorted(first.signature.keys() | info.signature.keys())
@@ -336,7 +353,11 @@ class ControlServer:
 
     def _joined(self, connection: Connection, info: RankInfo) -> None:
         self._strangers.discard(connection)
-        self._seen.add((info.slot, info.incarnation))
+        self._seen.add((info.slot, info.incarnation, connection.channel))
+        if connection.channel == BEATS:
+            self._beats[info.slot] = connection
+            self._on_beats(connection)
+            return
         self._ranks[info.slot] = connection
         if self._reference is None:
             self._reference = info
@@ -344,5 +365,6 @@ class ControlServer:
 
     def _forget(self, connection: Connection) -> None:
         self._strangers.discard(connection)
-        if connection.info is not None and self._ranks.get(connection.info.slot) is connection:
-            del self._ranks[connection.info.slot]
+        joined = self._beats if connection.channel == BEATS else self._ranks
+        if connection.info is not None and joined.get(connection.info.slot) is connection:
+            del joined[connection.info.slot]

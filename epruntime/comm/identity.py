@@ -13,6 +13,10 @@ from epruntime.comm.lifeline import die_with_parent
 from epruntime.errors import ProtocolError
 
 
+#: the connections of one rank: its conversation, and its heartbeats.
+CONTROL, BEATS = "control", "beats"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """A rank as the coordinator knows it after the handshake.

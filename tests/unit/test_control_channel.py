@@ -56,7 +56,7 @@ async def harness(tmp_path, kind: str = "unix", slots: int = 2, **options) -> As
         h.joined.append(connection)
 
     server = ControlServer(
-        SECRET, on_join=on_join, on_refused=lambda slot, error: h.refused.append((slot, error)), **options
+        SECRET, on_join=on_join, on_refused=lambda info, error: h.refused.append((info.slot, error)), **options
     )
     if kind == "unix":
         h = Harness(server, await server.listen_unix(str(tmp_path / "c")))
