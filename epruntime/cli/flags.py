@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from typing import Any
 
 from epruntime.config import EngineConfig, ServeConfig
@@ -17,6 +18,8 @@ from epruntime.sampling_params import SamplingParams
 Parser = argparse.ArgumentParser
 
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+#: field -> other words for its choices, as torch has them
+_SAME_CHOICE = {"dtype": {"float": "float32"}}
 
 
 def add_config(parser: Parser, kind: type, *, skip: tuple[str, ...] = ()) -> None:
@@ -61,8 +64,9 @@ def add_sampling(parser: Parser, *, defaults: Mapping[str, Any] | None = None) -
 
 
 def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """The fields of `kind` that the command line set."""
-    return {f.name: getattr(args, f.name) for f in fields(kind) if f.name in args}
+    """The fields of `kind` that the command line set; those that may be given again, as a tuple."""
+    values = {f.name: getattr(args, f.name) for f in fields(kind) if f.name in args}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -117,7 +121,13 @@ def _add(group: Any, name: str, hint: Any, help_text: str, choices: tuple[str, .
         options |= {"type": base, "choices": choices}
         if choices is None:
             options["metavar"] = _METAVARS[base]
+        elif name in _SAME_CHOICE:
+            options["type"] = partial(_same_choice, _SAME_CHOICE[name])
     group.add_argument(flag_of(name), **options)
+
+
+def _same_choice(words: Mapping[str, str], text: str) -> str:
+    return words.get(text, text)
 
 
 class _Biases(argparse.Action):

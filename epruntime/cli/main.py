@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 failed; 2 wrong usage; 128 plus the number of the signal t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -13,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from epruntime import envs
-from epruntime.cli import chat, generate, serve, upcycle
+from epruntime.cli import chat, collect_env, completion, generate, serve, upcycle
+from epruntime.cli.parser import CommandParser
 from epruntime.errors import EPRuntimeError
 from epruntime.version import __version__
 
@@ -33,16 +33,17 @@ _EXTRAS = {
     "ray": "ray",
     "gguf": "gguf",
     "accelerate": "gguf",
+    "argcomplete": "cli",
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="epruntime", description="Serves Mixture-of-Experts language models with expert parallelism."
     )
     parser.add_argument("--version", action="version", version=f"epruntime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (serve, generate, chat, upcycle):
+    for command in (serve, generate, chat, upcycle, collect_env, completion):
         command.add_parser(commands)
     return parser
 
@@ -50,7 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; argparse itself exits with 2 on wrong usage."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    completion.complete(parser)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
     try:
         _set_up_logging()
         code: int = args.run(args)

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from epruntime.cli import flags
+from epruntime.cli import flags, vllm_flags
 from epruntime.config import ServeConfig
 from epruntime.errors import ConfigError
 
@@ -23,6 +23,8 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     flags.add_engine(parser)
     flags.add_config(parser, ServeConfig)
+    vllm_flags.add_aliases(parser)
+    parser.hints = vllm_flags.HINTS
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -24,7 +24,8 @@ def _check_fields(config: Any) -> None:
         value, hint = getattr(config, f.name), hints[f.name]
         if typing.get_origin(hint) is tuple:
             if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-                raise ConfigError(f"{f.name}={value!r}: must be a tuple of texts")
+                shown = f"{f.name}={value!r}" if f.repr else f.name  # a secret is not repeated
+                raise ConfigError(f"{shown}: must be a tuple of texts")
             continue
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not any(_is_a(value, kind) for kind in allowed):

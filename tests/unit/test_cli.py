@@ -15,6 +15,8 @@ from epruntime.errors import CheckpointError
 from epruntime.sampling_params import SamplingParams
 from epruntime.version import __version__
 
+COMMANDS = ("serve", "generate", "chat", "upcycle", "collect-env", "completion")
+
 
 def _help(capsys, *command: str) -> str:
     with pytest.raises(SystemExit) as caught:
@@ -48,7 +50,7 @@ def test_every_sampling_field_has_a_flag_with_help(capsys, command):
         assert _dense(docs[f.name]) in _dense(text)  # help breaks lines at hyphens, too
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("chat",), ("upcycle",)])
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_works(capsys, command):
     assert "usage: epruntime" in _help(capsys, *command)
 
@@ -76,8 +78,8 @@ def test_flags_become_config():
 def test_tuple_flags_repeat_and_leave_prompts_alone():
     args = make_parser().parse_args(["generate", "--stop", "a", "--stop-token-ids", "1", "--stop", "b", "prompt"])
     assert args.prompts == ["prompt"]
-    assert flags.sampling_fields(args)["stop"] == ["a", "b"]
-    assert flags.sampling_fields(args)["stop_token_ids"] == [1]
+    assert flags.sampling_fields(args)["stop"] == ("a", "b")
+    assert flags.sampling_fields(args)["stop_token_ids"] == (1,)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""CommandParser: argparse without abbreviations, and with a hint for a flag that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Flags must be written out: an abbreviation that works today would change its meaning, or fail, once another flag
+    begins alike.
+
+    Attributes:
+        hints: flag that this command has not -> what to do instead.
+    """
+
+    hints: Mapping[str, str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+        self.hints = {}
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse does, but a flag with a hint ends it at once: what follows a flag that is not known may be its
+        value or not, so that any later complaint would mislead."""
+        for flag in _flags(args or ()):
+            if flag in self.hints and flag not in self._option_string_actions:
+                self.error(f"there is no {flag}: {self.hints[flag]}")
+        return super().parse_known_args(args, namespace)
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Ends the program for arguments that nothing takes, with the nearest flag for each that looks like one."""
+        told = []
+        for flag in dict.fromkeys(_flags(unknown)):
+            near = difflib.get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1, cutoff=0.7)
+            told.append(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+        self.error("; ".join(told) or f"unrecognized arguments: {' '.join(unknown)}")
+
+
+def _flags(args: Iterable[str]) -> Iterable[str]:
+    """What looks like a flag, up to "--", without its "=value"."""
+    for arg in args:
+        if arg == "--":
+            return
+        name = arg.partition("=")[0]
+        if len(name) > 1 and name[0] == "-" and not name[1].isdigit():
+            yield name

@@ -1,0 +1,93 @@
+"""Flags of `vllm serve`: those that mean the same here under another name, and words for those that do not.
+
+Most need neither: --max-model-len, --max-num-seqs, --block-size, --served-model-name, --api-key, --ssl-certfile and
+others are our own names, too. Names as in vllm/engine/arg_utils.py and vllm/entrypoints/openai/cli_args.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+_GIB = 2**30
+
+
+def add_aliases(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of vLLM that set one of our options."""
+    group = parser.add_argument_group("names that vLLM has for the same")
+    group.add_argument(
+        "--num-gpu-blocks-override", dest="num_kv_blocks", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="--num-kv-blocks",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-cache-memory-bytes", dest="kv_cache_memory_gb", type=_gib, metavar="N", default=argparse.SUPPRESS,
+        help="--kv-cache-memory-gb, in bytes",
+    )  # fmt: skip
+    group.add_argument(
+        "--disable-log-stats", dest="log_stats_interval_s", action="store_const", const=0.0, default=argparse.SUPPRESS,
+        help="--log-stats-interval-s 0",
+    )  # fmt: skip
+
+
+def _gib(text: str) -> float:
+    try:
+        return int(text) / _GIB
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes") from None
+
+
+_EXPERTS = (
+    "here each rank answers requests of its own and owns a share of every layer's experts: --expert-parallel-size N "
+    "is the number of ranks"
+)
+_LOCAL = "MODEL is a directory on this machine: download the checkpoint first"
+_NO_CODE = "code that comes with a checkpoint is never run: architectures are those of transformers"
+_NO_QUANTIZATION = "weights and KV cache are float32 or bfloat16: see --dtype"
+_NO_LORA = "LoRA adapters are not served: merge them into the checkpoint"
+_EAGER = "leave it out: there are no CUDA graphs and no compilation, so every step is eager"
+_BALANCE = "experts are not moved or copied at run time: each has one place for as long as the server runs"
+_MEMORY = "say how much KV cache each rank gets: --kv-cache-memory-gb X or --num-kv-blocks N"
+_MULTI = "several hosts are reached through Ray: --launcher ray --ray-address HOST:PORT"
+_TOOLS = "tool calls are not parsed: the client gets the model's text"
+_SPECULATION = "there is no speculative decoding"
+_TEXT_ONLY = "only text is taken"
+_ONE_SERVER = "one process serves gRPC and HTTP"
+
+#: flag -> what to do instead; never the name of a flag that `serve` has
+HINTS: dict[str, str] = {
+    "--model": "give the model as an argument: epruntime serve MODEL",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp", "--all2all-backend"), _EXPERTS),
+    "--enable-expert-parallel": f"leave it out: {_EXPERTS}",
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), f"layers are not spread over ranks; {_EXPERTS}"),
+    "--distributed-executor-backend": "--launcher ray for ray, --launcher local for mp",
+    **dict.fromkeys(
+        ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--data-parallel-address",
+         "--data-parallel-size-local", "--data-parallel-start-rank", "--data-parallel-backend"), _MULTI,
+    ),
+    **dict.fromkeys(("--gpu-memory-utilization", "--swap-space", "--cpu-offload-gb"), _MEMORY),
+    **dict.fromkeys(
+        ("--enable-eplb", "--eplb-config", "--num-redundant-experts", "--expert-placement-strategy"), _BALANCE
+    ),
+    **dict.fromkeys(("--download-dir", "--revision", "--hf-token", "--load-format", "--tokenizer-revision"), _LOCAL),
+    "--trust-remote-code": _NO_CODE,
+    **dict.fromkeys(("--quantization", "-q", "--kv-cache-dtype"), _NO_QUANTIZATION),
+    **dict.fromkeys(("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"), _NO_LORA),
+    **dict.fromkeys(("--enforce-eager", "--compilation-config", "-O", "--cudagraph-capture-sizes"), _EAGER),
+    "--seed": "each request has its own seed; one without is given one, and told it",
+    "--max-logprobs": "every request may ask for up to 20",
+    "--enable-chunked-prefill": "leave it out: prefill is always chunked, to --max-num-batched-tokens",
+    "--async-scheduling": "--pipeline-depth 2, which is the default, plans a step ahead",
+    "--override-generation-config": "send the parameters with the request, or --generation-config none",
+    "--disable-log-requests": "leave it out: requests are not logged",
+    "--enable-log-requests": "requests are not logged: EPRUNTIME_LOG_LEVEL=DEBUG shows what the engine does",
+    "--uvicorn-log-level": "EPRUNTIME_LOG_LEVEL sets the level of all logs",
+    "--disable-uvicorn-access-log": "leave it out: there is no access log",
+    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"), _TOOLS),
+    **dict.fromkeys(("--speculative-config", "--speculative-model"), _SPECULATION),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs"), _TEXT_ONLY),
+    **dict.fromkeys(("--api-server-count", "--disable-frontend-multiprocessing"), _ONE_SERVER),
+    "--ssl-cert-reqs": "--ssl-ca-certs FILE makes clients bring a certificate of those authorities",
+    "--scheduling-policy": "requests are scheduled in the order in which they come",
+    "--device": "set by what torch sees on this machine",
+    "--skip-tokenizer-init": "leave it out: a model without tokenizer files is served for token ids",
+    "--config": "give the options as flags",
+}  # fmt: skip
