@@ -1,0 +1,90 @@
+"""Prompts of a request in the form that the engine takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epruntime.errors import InvalidRequestError
+
+#: Prompts in one request; each counts as a request of its own in the queue.
+MAX_PROMPTS = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_FIELDS = ("role", "content", "name")
+
+
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | dict[str, Any]]:
+    """One prompt, or one for each member of a list.
+
+    Raises:
+        InvalidRequestError: there is none, one is empty, or there are too many.
+    """
+    if isinstance(prompt, str):
+        return [_text(prompt)]
+    if not prompt:
+        raise InvalidRequestError("is empty; send text or token ids", field="prompt")
+    if isinstance(prompt[0], int):
+        return [{"prompt_token_ids": prompt}]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"has {len(prompt)} prompts, and one request takes {MAX_PROMPTS}: send several", field="prompt"
+        )
+    return [_text(one) if isinstance(one, str) else _ids(one) for one in prompt]
+
+
+def chat_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The chat with plain text contents; parts of type text are joined by line ends.
+
+    Raises:
+        InvalidRequestError: there is none, or a message that is not understood; names it.
+    """
+    if not messages:
+        raise InvalidRequestError("is empty; send at least one message", field="messages")
+    return {"messages": [_message(message, f"messages.{number}") for number, message in enumerate(messages)]}
+
+
+def _text(prompt: str) -> str:
+    if not prompt:
+        raise InvalidRequestError("is empty; send text or token ids", field="prompt")
+    return prompt
+
+
+def _ids(prompt: Any) -> dict[str, Any]:
+    if not prompt:
+        raise InvalidRequestError("has an empty list of token ids; send at least one", field="prompt")
+    return {"prompt_token_ids": prompt}
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(f"must be one of {', '.join(ROLES)}", field=f"{where}.role", value=role)
+    for name, value in message.items():
+        if name not in _MESSAGE_FIELDS and value not in (None, [], {}):
+            raise InvalidRequestError("is not taken: messages have role, content and name", field=f"{where}.{name}")
+    known = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    if message.get("name") is not None:
+        if not isinstance(message["name"], str):
+            raise InvalidRequestError("must be a string", field=f"{where}.name", value=message["name"])
+        known["name"] = message["name"]
+    return known
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError("must be a string, or a list of parts of type text", field=where, value=content)
+    texts = []
+    for number, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                "must be text, as {'type': 'text', 'text': ...}; this model reads nothing else",
+                field=f"{where}.{number}",
+                value=kind,
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
