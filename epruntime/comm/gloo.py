@@ -40,6 +40,7 @@ class GlooTransport(Transport):
     def __init__(self, group: GroupInfo) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._hosts = group.hosts if len(group.hosts) == group.world_size else ("?",) * group.world_size
+        self._slots = group.slots or tuple(range(group.world_size))
         self._timeout_s = group.timeout_s
         self._tag = 0
         self._failure: EngineDeadError | None = None
@@ -158,9 +159,9 @@ class GlooTransport(Transport):
     def _lost(self, peer: int, what: str, after_s: float, error: RuntimeError) -> RankLostError:
         """Gloo's error as one that names the peer. It is kept: a broken group stays broken."""
         self._failure = RankLostError(
-            slot=peer,
+            slot=self._slots[peer],
             host=self._hosts[peer],
-            detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self.rank} after {after_s:.1f} s "
+            detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self._slots[self.rank]} after {after_s:.1f} s "
             f"(limit {self._timeout_s:g} s): {_first_line(error)}",
         )
         return self._failure

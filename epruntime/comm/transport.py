@@ -29,7 +29,8 @@ class GroupInfo:
         rank, world_size: this rank's place in the exchange group (its ep_rank).
         generation: number of the membership; part of the store prefix.
         store_host, store_port: the coordinator's TCPStore; unused by one-rank transports.
-        hosts: host name per rank (who shares memory is *not* told by it).
+        hosts: host name per rank (who shares memory is *not* told by it); slots: its slot, by which errors name it;
+            empty: the same number.
         device: torch device type of the rows ("cpu" or "cuda").
         timeout_s: bound of every wait.
         interface_address: this host's address that the others reach; "": its address on the route to the store, which
@@ -42,6 +43,7 @@ class GroupInfo:
     store_host: str = ""
     store_port: int = 0
     hosts: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
     device: str = "cpu"
     timeout_s: float = 120.0
     interface_address: str = ""

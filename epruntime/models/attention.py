@@ -10,11 +10,12 @@ B block size, C latent dim (kv_lora_rank), R rotary dim, P non-rotary dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from epruntime.comm.progress import Stamps
 from epruntime.errors import UnsupportedModelError
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.info import KVLayerInfo
@@ -24,9 +25,10 @@ from epruntime.ops.attention import paged_attention, write_kv_cache
 
 @dataclass(kw_only=True)
 class StepState:
-    """The running batch, shared by all layers of a rank; set before each forward."""
+    """The running batch, shared by all layers of a rank, set before each forward; and where they say how far it is."""
 
     batch: ForwardBatch | None = None
+    stamps: Stamps = field(default_factory=Stamps)
 
     @property
     def current(self) -> ForwardBatch:
@@ -35,7 +37,9 @@ class StepState:
 
 
 class PagedLayer(ABC):
-    """One attention layer's cache and arithmetic."""
+    """One attention layer's cache and arithmetic. `index`: its place among the decoder's layers."""
+
+    index = -1
 
     def __init__(self, call: AttentionCall, kv: KVLayerInfo, state: StepState) -> None:
         self.call, self.kv, self.state = call, kv, state
@@ -65,6 +69,7 @@ class PagedLayer(ABC):
         """query [1, H, T, D], key and value [1, K, T, D] of the new tokens -> [1, T, H, V]."""
 
     def _attend_cache(self, q_THD: torch.Tensor, scale: float, sinks_H: torch.Tensor | None) -> torch.Tensor:
+        self.state.stamps.at_layer(self.index)
         batch, view = self.state.current, self.call.visibility
         return paged_attention(
             q_THD,

@@ -186,7 +186,12 @@ def inspect_model(path: str | Path, *, dtype: str = "auto") -> ModelInfo:
 
 
 def load_model(
-    path: str | Path, *, dtype: str, moe: MoEBuilder, progress: Callable[[str, int, int], None] | None = None
+    path: str | Path,
+    *,
+    dtype: str,
+    moe: MoEBuilder,
+    progress: Callable[[str, int, int], None] | None = None,
+    reading: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Loads this rank's part of a model: its own experts, and all the rest.
 
@@ -194,6 +199,7 @@ def load_model(
         dtype: "auto" (the checkpoint's own), "float32" or "bfloat16".
         moe: decides which experts are local and computes them.
         progress: called as progress("weights", bytes done, bytes in all).
+        reading: called with each parameter's name before it is read.
 
     Raises:
         UnsupportedModelError, CheckpointError: as `inspect_model`.
@@ -212,19 +218,26 @@ def load_model(
         else:
             module._parameters[short] = torch.nn.Parameter(tensor, requires_grad=False)
 
+    def tell(name: str, done: int) -> None:
+        if progress is not None:
+            progress("weights", done, total)
+        if reading is not None and name:
+            reading(name)
+
     with RangeReader() as reader:
-        plan.load(reader, put, lambda done: progress("weights", done, total) if progress else None)
+        plan.load(reader, put, tell)
         read_bytes = reader.bytes_read
     drawn.conversions.tie(plan.missing)
     drawn.conversions.compute_buffers()
     _check_all_real(model)
 
-    state = StepState()
+    state = StepState(stamps=moe.context.stamps)
     modules = dict(model.named_modules())
     layers, latent = [], {}
     for call, kv in zip(drawn.structure.probe.attention, drawn.structure.kv_layers, strict=True):
         module: Any = modules[call.module_name]
         layer = make_layer(call, kv, state, module)
+        layer.index = len(layers)
         object.__setattr__(module, adapter.ATTENTION_ATTRIBUTE, layer)
         layers.append(layer)
         if isinstance(layer, LatentLayer):

@@ -146,11 +146,15 @@ class WeightPlan:
         return full if shard is None else (len(shard.local), *full[1:])
 
     def load(
-        self, reader: RangeReader, put: Callable[[str, torch.Tensor], None], progress: Callable[[int], None]
+        self, reader: RangeReader, put: Callable[[str, torch.Tensor], None], progress: Callable[[str, int], None]
     ) -> None:
-        """Reads everything. Calls `put(name, tensor)` for each parameter and `progress(bytes so far)`."""
+        """Reads everything. Calls `put(name, tensor)` for each parameter.
+
+        Also calls `progress(name, bytes so far)` before a parameter is read, and with "" after the last one.
+        """
         ahead, asked = iter(self._steps), 0
         for step in self._steps:
+            progress(step.target, reader.bytes_read)
             while asked < reader.bytes_read + step.num_bytes + _PREFETCH_BYTES:
                 coming = next(ahead, None)
                 if coming is None:
@@ -166,7 +170,7 @@ class WeightPlan:
                         f"{tuple(tensor.shape)}, the model needs {expected}"
                     )
                 put(name, tensor)
-            progress(reader.bytes_read)
+        progress("", reader.bytes_read)
 
     def _shard_of(self, target: str) -> ExpertShard | None:
         module, _, name = target.rpartition(".")

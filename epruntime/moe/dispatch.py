@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from epruntime.comm.progress import Collective, Stamps
 from epruntime.comm.transport import Transport, Work
 from epruntime.errors import ConfigError
 from epruntime.moe.placement import Placement
@@ -57,9 +58,12 @@ class Dispatcher:
 
     Args:
         budget_rows: most rows that this rank receives in one round; the same on every rank.
+        stamps: where it says what it waits in; every rank waits equally often.
     """
 
-    def __init__(self, transport: Transport, placement: Placement, *, budget_rows: int) -> None:
+    def __init__(
+        self, transport: Transport, placement: Placement, *, budget_rows: int, stamps: Stamps | None = None
+    ) -> None:
         if placement.world_size != transport.world_size:
             raise ConfigError(
                 f"placement {placement.version} is for {placement.world_size} ranks, the "
@@ -69,6 +73,7 @@ class Dispatcher:
             raise ConfigError(f"exchange_budget_tokens={budget_rows}: must be at least 1")
         self._transport = transport
         self._budget_rows = budget_rows
+        self._stamps = stamps or Stamps()
         self._tables = PlacementTables(placement)
 
     def prepare(
@@ -84,7 +89,9 @@ class Dispatcher:
         stats.count_experts(ids_TK)
         plan = plan_rows(ids_TK, self._tables)
         started = perf_counter()
+        self._stamps.wait(Collective.COUNTS)
         rows_RR = self._transport.all_gather_counts(plan.rows_R)
+        self._stamps.go_on()
         stats.dispatch_s += perf_counter() - started
         rounds = split_rounds(rows_RR, self._budget_rows)
         rank = self._transport.rank
@@ -109,7 +116,9 @@ class Dispatcher:
         """Waits for the current round's rows."""
         assert handle._incoming is not None, "receive and send_back alternate"
         started = perf_counter()
+        self._stamps.wait(Collective.DISPATCH)
         message_NB = handle._incoming.wait()
+        self._stamps.go_on()
         handle._stats.dispatch_s += perf_counter() - started
         handle._incoming = None
         handle._stats.rows_received += message_NB.shape[0]
@@ -149,7 +158,9 @@ class Dispatcher:
         assert handle._round == handle.num_rounds, f"{handle._round} of {handle.num_rounds} rounds were run"
         handle._consumed = True
         started = perf_counter()
+        self._stamps.wait(Collective.COMBINE)
         parts = [work.wait() for work in handle._returning]
+        self._stamps.go_on()
         handle._stats.combine_s += perf_counter() - started
         row_format = handle._format
         if parts:

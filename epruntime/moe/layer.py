@@ -53,6 +53,7 @@ class MoELayer:
         """
         if self._context.probe:
             return torch.zeros_like(x_TH)
+        self._context.stamps.at_layer(self.layer_index)
         dispatcher, weights = self._dispatcher, self._store.acquire(self.layer_index)
         handle = dispatcher.prepare(x_TH, topk_ids_TK, self._context.num_tokens, self._stats)
         for _ in range(handle.num_rounds):

@@ -85,7 +85,7 @@ class MoERuntime:
             )
         if num_experts not in self._dispatchers:
             self._dispatchers[num_experts] = Dispatcher(
-                self.transport, self.placement(num_experts), budget_rows=self._budget_rows
+                self.transport, self.placement(num_experts), budget_rows=self._budget_rows, stamps=self.context.stamps
             )
         backend = select_backend(self._backend, weights)
         if backend.name not in self._backend_names:

@@ -9,9 +9,11 @@ S local slots, N received rows, M (row, slot) pairs, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from epruntime.comm.progress import Stamps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,9 @@ class StepContext:
     Attributes:
         num_tokens: valid leading rows of the flat batch; rows beyond are padding and are never routed.
         probe: True during the load-time probe: experts return zeros and nothing is exchanged.
+        stamps: where layers say how far the step has come.
     """
 
     num_tokens: int = 0
     probe: bool = False
+    stamps: Stamps = field(default_factory=Stamps)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from epruntime.comm.progress import Collective, Stamps
 from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo, Transport
 from epruntime.models.loaded import LoadedModel
@@ -82,15 +83,18 @@ class Generation:
     """This rank's place in one membership, and its way to the other ranks.
 
     Args:
-        config: the `configure` message. device: torch device type of the rows.
+        config: the `configure` message. device: torch device type of the rows. stamps: where this rank says what it
+            does.
 
     Raises:
         ConfigError: the transport cannot serve this group. EngineDeadError: the ranks did not meet in time.
     """
 
-    def __init__(self, config: Configure, *, device: str = "cpu") -> None:
+    def __init__(self, config: Configure, *, stamps: Stamps, device: str = "cpu") -> None:
         self.config = config
-        self.context = StepContext()
+        self.context = StepContext(stamps=stamps)
+        stamps.join(config.generation)
+        stamps.wait(Collective.RENDEZVOUS)
         self.transport: Transport = make_transport(
             config.transport,
             GroupInfo(
@@ -100,10 +104,12 @@ class Generation:
                 store_host=config.store_host,
                 store_port=config.store_port,
                 hosts=config.hosts,
+                slots=config.slots,
                 device=device,
                 timeout_s=config.step_timeout_s,
             ),
         )
+        stamps.go_on()
 
     @property
     def transport_name(self) -> str:
@@ -116,6 +122,8 @@ class Generation:
             UnsupportedModelError, CheckpointError: the model is refused or damaged.
             ConfigError: lengths, budgets or a backend that cannot work.
         """
+        stamps = self.context.stamps
+        stamps.note("headers")
         # Reads headers only: what is refused is refused before any weight is read.
         info = inspect_model(letter.model, dtype=letter.dtype)
         max_model_len = resolve_max_model_len(letter.max_model_len, model_limit=info.max_position_embeddings)
@@ -129,7 +137,8 @@ class Generation:
             context=self.context,
             stats=MoEStats(),
         )
-        model = load_model(letter.model, dtype=letter.dtype, moe=moe, progress=progress)
+        model = load_model(letter.model, dtype=letter.dtype, moe=moe, progress=progress, reading=stamps.note)
+        stamps.note("KV cache")
         blocks = num_kv_blocks(
             num_blocks=letter.num_kv_blocks,
             memory_bytes=letter.kv_cache_memory_bytes,

@@ -16,7 +16,7 @@ class Configure:
 
     Attributes:
         store_host, store_port: where the ranks meet.
-        hosts: host name of each rank, by ep_rank.
+        hosts: host name of each rank, by ep_rank; slots: its slot, for errors.
         transport, experts_backend: "auto" or a name.
         invariance: "strict" or "fast".
         exchange_budget_tokens: most rows received in one exchange round.
@@ -36,6 +36,7 @@ class Configure:
     exchange_budget_tokens: int
     step_timeout_s: float
     threads: int | None = None
+    slots: tuple[int, ...] = ()
 
     @property
     def strict(self) -> bool:

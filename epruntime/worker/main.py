@@ -1,6 +1,6 @@
 """The life of a rank process, whatever launched it.
 
-bootstrap -> threads, environment -> connect -> RankLoop -> close
+bootstrap -> threads, environment -> connect -> heartbeats -> RankLoop -> close
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 
 from epruntime import envs
 from epruntime.comm.control import ControlClient, RankBootstrap
+from epruntime.comm.progress import Stamps
 from epruntime.ops.extension import kernel_signature
 from epruntime.worker.generation import Generation
+from epruntime.worker.progress import publish
 from epruntime.worker.rank import RankLoop
 
 logger = logging.getLogger("epruntime.worker.main")
@@ -31,12 +33,18 @@ def run_rank(bootstrap: RankBootstrap) -> int:
     prepare_process(bootstrap.threads)
     with ControlClient.connect(bootstrap, signature=kernel_signature()) as control:
         control.exit_on_hangup()
+        stamps = Stamps()
+        heartbeats = publish(bootstrap, stamps)
         loop = RankLoop(
             control,
+            stamps=stamps,
             threads=bootstrap.threads,
-            open_generation=lambda config: Generation(config, device=bootstrap.device),
+            open_generation=lambda config: Generation(config, stamps=stamps, device=bootstrap.device),
         )
-        return loop.run()
+        try:
+            return loop.run()
+        finally:
+            heartbeats.stop()
 
 
 def prepare_process(threads: int) -> None:

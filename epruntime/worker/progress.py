@@ -1,24 +1,28 @@
-"""Progress: what a rank is doing, for failure messages."""
+"""Publishes this rank's progress stamps: by the extension's native thread, or by a Python one where it is absent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+
+from epruntime.comm import beats
+from epruntime.comm.identity import RankBootstrap
+from epruntime.comm.progress import Stamps
+from epruntime.ops import extension
+
+logger = logging.getLogger("epruntime.worker.progress")
 
 
-@dataclass(kw_only=True)
-class Progress:
-    """The latest stamp of one rank.
+def publish(bootstrap: RankBootstrap, stamps: Stamps) -> beats.Publisher:
+    """Starts the heartbeats of a rank that has joined; they end with the process, with `stop`, or with the coordinator.
 
-    Attributes:
-        phase: "idle", "configure", "load", "step", "unload", "stats".
-        step: step number while phase is "step", else -1.
+    Raises:
+        HandshakeError: the coordinator refused the connection.
     """
-
-    phase: str = "idle"
-    step: int = -1
-
-    def enter(self, phase: str, *, step: int = -1) -> None:
-        self.phase, self.step = phase, step
-
-    def __str__(self) -> str:
-        return f"step {self.step}" if self.phase == "step" else self.phase
+    native = extension.load()
+    if native is None:
+        logger.warning(
+            "rank %d: heartbeats come from a Python thread, which code that holds the interpreter's lock delays: %s",
+            bootstrap.slot,
+            extension.why_absent(),
+        )
+    return beats.publish(bootstrap, stamps, signature=extension.kernel_signature(), native=native)

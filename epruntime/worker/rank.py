@@ -20,11 +20,11 @@ import torch
 from epruntime.comm.frames import Message
 from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.comm.messages import failed
+from epruntime.comm.progress import Phase, Stamps
 from epruntime.errors import ConnectionClosedError, EngineDeadError, ProtocolError
 from epruntime.plan import StepPlan, StepResult
 from epruntime.worker.letters import Configure, Load, parse
 from epruntime.worker.memory import give_back, process_memory_bytes, resident_memory_bytes
-from epruntime.worker.progress import Progress
 
 logger = logging.getLogger("epruntime.worker.rank")
 
@@ -68,14 +68,15 @@ class RankLoop:
     Args:
         control: the connection.
         open_generation: joins the generation that a `configure` message describes.
+        stamps: where this rank says what it does.
         threads: compute threads unless `configure` names a number.
     """
 
     def __init__(
-        self, control: Control, *, open_generation: Callable[[Configure], Membership], threads: int = 1
+        self, control: Control, *, open_generation: Callable[[Configure], Membership], stamps: Stamps, threads: int = 1
     ) -> None:
         self._control, self._open_generation, self._threads = control, open_generation, threads
-        self.progress = Progress()
+        self._stamps = stamps
         self._generation_number = -1
         self._membership: Membership | None = None
         self._served: Served | None = None
@@ -115,13 +116,14 @@ class RankLoop:
         except ConnectionClosedError:
             raise
         except Exception as error:  # noqa: BLE001 - the coordinator waits for an answer, whatever went wrong
-            logger.error("%s failed: %s: %s", self.progress, type(error).__name__, error)
-            self._control.send(failed(message.get("id", 0), error, where=str(self.progress)))
+            where = str(self._stamps.read())
+            logger.error("%s failed: %s: %s", where, type(error).__name__, error)
+            self._control.send(failed(message.get("id", 0), error, where=where))
         finally:
-            self.progress.enter("idle")
+            self._stamps.enter(Phase.IDLE)
 
     def _configure(self, message: Message) -> Message:
-        self.progress.enter("configure")
+        self._stamps.enter(Phase.CONFIGURE)
         config = parse(Configure, message)
         if config.generation <= self._generation_number:
             raise ProtocolError(
@@ -135,7 +137,7 @@ class RankLoop:
         return {"type": "configured", "transport": self._membership.transport_name, "reason": ""}
 
     def _load(self, message: Message) -> Message:
-        self.progress.enter("load")
+        self._stamps.enter(Phase.LOAD)
         if self._membership is None or self._failure:
             raise ProtocolError(f"load needs a configured generation{self._failure and f'; {self._failure}'}")
         letter = parse(Load, message)
@@ -159,30 +161,30 @@ class RankLoop:
                 f"plan of step {plan.step} is of generation {plan.generation}, this rank is in "
                 f"{self._generation_number}"
             )
-        self.progress.enter("step", step=plan.step)
+        self._stamps.enter(Phase.FORWARD, step=plan.step)
         try:
             if self._next_step is not None and plan.step != self._next_step:
                 raise ProtocolError(f"plan of step {plan.step} came where step {self._next_step} was due")
             result = self._served.runner.step(plan)
         except Exception as error:
-            self._fail(f"generation {self._generation_number} ended at {self.progress}: {error}")
+            self._fail(f"generation {self._generation_number} ended at {self._stamps.read()}: {error}")
             raise
         self._next_step = plan.step + 1
         return {"type": "result", "result": result.to_wire()}
 
     def _stats(self, message: Message) -> Message:
-        self.progress.enter("stats")
+        self._stamps.enter(Phase.STATS)
         served = {} if self._served is None else self._served.stats()
         return {"type": "stats", "memory": process_memory_bytes(), **served}
 
     def _counters(self, message: Message) -> Message:
         """The part of `stats` that is cheap enough to be asked for every few seconds while steps run."""
-        self.progress.enter("stats")
+        self._stamps.enter(Phase.STATS)
         served = {} if self._served is None else self._served.counters()
         return {"type": "counters", "rss": resident_memory_bytes(), **served}
 
     def _unload(self, message: Message) -> Message:
-        self.progress.enter("unload")
+        self._stamps.enter(Phase.UNLOAD)
         self._drop_model()
         return {"type": "unloaded"}
 

@@ -14,6 +14,7 @@ import torch
 from epruntime.comm.control import ControlClient, RankBootstrap
 from epruntime.comm.frames import FrameReader, Message, decode, encode
 from epruntime.comm.lifeline import EXIT_ORPHANED
+from epruntime.comm.progress import Stamps
 from epruntime.errors import CheckpointError, RankLostError
 from epruntime.plan import StepPlan, StepResult
 from epruntime.worker.letters import Configure, Load
@@ -84,7 +85,7 @@ class Coordinator:
         self.sock, self.reader, self.inbox = ours, FrameReader(), []
         self.generations: list[DiceGeneration] = []
         client = ControlClient(theirs, RankBootstrap(address="unix:none", secret=b"", slot=0, host="h"))
-        self.loop = RankLoop(client, open_generation=self._open)
+        self.loop = RankLoop(client, open_generation=self._open, stamps=Stamps())
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
