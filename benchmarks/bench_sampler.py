@@ -3,7 +3,7 @@
     python benchmarks/bench_sampler.py [--vocabulary 32000 151936] [--rows 8] [--seconds 0.5]
 
 The logits are random. "equals" rounds them to multiples of 1/4, as bfloat16 does: where equal logits lie on both sides
-of the edge of a nucleus, torch's slower sort decides.
+of the edge of a nucleus, torch's slower sort decides. Penalties are those of a history of 2000 random tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 import torch
 
 from epruntime.plan import SamplingSpec
-from epruntime.worker.sampler import sample
+from epruntime.worker.logit_adjuster import LogitAdjuster
+from epruntime.worker.sampler import SamplingRow, sample
+
+HISTORY = 2000  # tokens, for the penalties
 
 KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -25,6 +28,14 @@ KINDS: dict[str, dict[str, float]] = {
     "top_k 50": {"temperature": 0.8, "top_k": 50},
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top_k 50, top_p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "greedy, repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "greedy, all penalties": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
 }
 
 
@@ -33,10 +44,18 @@ def microseconds_per_row(logits_NV: torch.Tensor, kind: dict[str, float], second
     rows = logits_NV.shape[0]
     defaults = {"top_k": 0, "top_p": 1.0, "logprobs": -1}
     specs = [SamplingSpec(seed=i, stop_ids=(), max_tokens=1, **{**defaults, **kind}) for i in range(rows)]  # type: ignore[arg-type]
+    history = np.random.default_rng(0).integers(0, logits_NV.shape[1], HISTORY, np.int32)
+    adjusters = [LogitAdjuster.of(spec, history, HISTORY // 2) for spec in specs]
     times, end, position = [], time.perf_counter() + seconds, 0
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
-        sample(logits_NV, specs, range(position, position + rows))
+        sample(
+            logits_NV,
+            [
+                SamplingRow(spec=spec, position=position + i, adjuster=adjuster)
+                for i, (spec, adjuster) in enumerate(zip(specs, adjusters, strict=True))
+            ],
+        )
         times.append(time.perf_counter() - start)
         position += rows
     return float(np.median(times)) / rows * 1e6

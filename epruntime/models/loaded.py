@@ -12,6 +12,7 @@ from epruntime.models import adapter
 from epruntime.models.attention import LatentCache, LatentLayer, PagedLayer, StepState
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.info import ModelInfo
+from epruntime.models.replay import LastHidden
 from epruntime.moe.types import StepContext
 
 
@@ -59,6 +60,7 @@ class LoadedModel:
         self.info, self.load_report = info, report
         self.layers = layers
         self._model, self._state, self._context = model, state, context
+        self._hidden = LastHidden(model)
         self._arguments: dict[str, Any] = {}
         if latent:
             self._arguments[adapter.cache_keyword(model)] = LatentCache(latent)
@@ -92,20 +94,34 @@ class LoadedModel:
         self._context.num_tokens = batch.num_tokens
         try:
             with torch.inference_mode():
-                output = self._model(
-                    input_ids=batch.input_ids_T[None],
-                    position_ids=batch.positions_T[None],
-                    logits_to_keep=batch.logits_rows_N,
-                    **self._arguments,
-                )
-                logits: torch.Tensor = output.logits[0].float()
-                return logits
+                return self._logits(batch.input_ids_T, batch.positions_T, batch.logits_rows_N)
         finally:
             self._state.batch = None
+
+    def logits(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Runs the head on more rows of the last `forward`'s batch; no layer runs, so other ranks take no part.
+
+        Args:
+            rows_N: int64 [N]; the caller bounds N: a row of logits takes 4 bytes per token of the vocabulary.
+
+        Returns:
+            logits [N, V] float32.
+        """
+        with torch.inference_mode(), self._hidden.passed_over():
+            nothing_T = torch.zeros(1, dtype=torch.int64)
+            return self._logits(nothing_T, nothing_T, rows_N)
+
+    def _logits(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids_T[None], position_ids=positions_T[None], logits_to_keep=rows_N, **self._arguments
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
 
     def close(self) -> None:
         """Frees weights and cache; the object is of no use afterwards."""
         self.layers.clear()
         self._arguments.clear()
+        self._hidden.forget()
         self._has_kv = False
         self._model = torch.nn.Module()

@@ -15,11 +15,26 @@ import torch
 from epruntime.errors import ProtocolError
 from epruntime.models.batch import ForwardBatch
 from epruntime.ops.padding import padded_rows
-from epruntime.plan import StepPlan
+from epruntime.plan import NewRequest, StepPlan
 from epruntime.worker.request import RankRequest
 
 #: Steps for which the end of a request is remembered: plans made before its result came back may still name it.
 _ENDED_MEMORY_STEPS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPiece:
+    """Rows of a step's batch that predict tokens of a request's prompt, whose log-probabilities are asked for.
+
+    Attributes:
+        row: the first one in the flat batch; the others follow it.
+        token_ids: int32, the prompt's tokens that the rows predict. first_position: of the first of them.
+    """
+
+    request: RankRequest
+    row: int
+    token_ids: np.ndarray
+    first_position: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +44,13 @@ class StepBatch:
     Attributes:
         forward: what the model computes. Its tensors live until the next `build`.
         sampling: requests whose logits are the leading rows of the model's output, in order.
+        prompts: what is due of prompts' log-probabilities; the model is asked for these rows afterwards.
         num_prefill_tokens, num_decode_tokens: valid rows of each kind; they add up to forward.num_tokens.
     """
 
     forward: ForwardBatch
     sampling: tuple[RankRequest, ...]
+    prompts: tuple[PromptPiece, ...]
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -64,7 +81,7 @@ class InputBatch:
         self._ended: dict[int, int] = {}  # rid -> step in which it ended here, oldest first
         self._block_size, self._num_kv_blocks = block_size, num_kv_blocks
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
-        self._vocab_size, self._strict = vocab_size, strict
+        self._vocab_size, self.strict = vocab_size, strict
         rows = padded_rows(max_num_batched_tokens, strict=strict)
         self._input_ids_T = np.zeros(rows, np.int64)
         self._positions_T = np.zeros(rows, np.int64)
@@ -98,14 +115,18 @@ class InputBatch:
                     f"plan of step {plan.step}: request {new.rid} has {new.num_computed_tokens} computed tokens of "
                     f"{len(new.token_ids)}; at least one must be left to compute"
                 )
-            low, high = min(new.token_ids), max(new.token_ids)
-            if low < 0 or high >= self._vocab_size:
-                refused[new.rid] = (
-                    f"token id {low if low < 0 else high} is outside the model's vocabulary of {self._vocab_size}"
-                )
+            outside = self._outside_vocabulary(new)
+            if outside is not None:
+                refused[new.rid] = f"token id {outside} is outside the model's vocabulary of {self._vocab_size}"
                 self._ended[new.rid] = plan.step
                 continue
-            self._requests[new.rid] = RankRequest(new, max_model_len=self._max_model_len)
+            request = RankRequest(new, max_model_len=self._max_model_len)
+            if request.num_missing_prompt_logprobs > 0 and new.num_computed_tokens > new.num_prompt_logprobs:
+                raise ProtocolError(
+                    f"plan of step {plan.step}: request {new.rid} wants log-probabilities of its prompt from position "
+                    f"{new.num_prompt_logprobs + 1} on, but its first {new.num_computed_tokens} tokens are not computed"
+                )
+            self._requests[new.rid] = request
             self._check_blocks(plan, new.rid, new.block_ids)
         for rid, block_ids in plan.blocks.items():
             request = self._named(plan, "blocks", rid)
@@ -124,7 +145,7 @@ class InputBatch:
         hold = {rid for rid in plan.hold if self._named(plan, "hold", rid) is not None}
         for rid, count in plan.prefill.items():
             self._check_prefill(plan, rid, count)
-        sampling, logits_rows = [], []
+        sampling, logits_rows, prompts = [], [], []
         row = sequences = num_decode = widest = 0
         scheduled = []
         for rid, request in self._requests.items():
@@ -140,6 +161,8 @@ class InputBatch:
                     f"{self._max_num_batched_tokens} tokens ({row + count} at request {rid})"
                 )
             self._write_rows(plan, request, row, count)
+            if request.num_missing_prompt_logprobs > 0:
+                prompts += _prompt_pieces(request, row, count)
             row += count
             request.num_computed += count
             self._query_starts_S1[sequences + 1] = row
@@ -153,6 +176,7 @@ class InputBatch:
         return StepBatch(
             forward=self._forward_batch(row, scheduled, widest, logits_rows),
             sampling=tuple(sampling),
+            prompts=tuple(prompts),
             num_prefill_tokens=row - num_decode,
             num_decode_tokens=num_decode,
         )
@@ -186,11 +210,11 @@ class InputBatch:
     ) -> ForwardBatch:
         if num_tokens == 0:
             return ForwardBatch.idle()
-        rows = padded_rows(num_tokens, strict=self._strict)
+        rows = padded_rows(num_tokens, strict=self.strict)
         self._input_ids_T[num_tokens:rows] = 0
         self._positions_T[num_tokens:rows] = 0
         self._slots_T[num_tokens:rows] = -1
-        num_logits, sequences = padded_rows(len(logits_rows), strict=self._strict), len(scheduled)
+        num_logits, sequences = padded_rows(len(logits_rows), strict=self.strict), len(scheduled)
         self._logits_rows_N[: len(logits_rows)] = logits_rows
         self._logits_rows_N[len(logits_rows) : num_logits] = 0  # any row will do: nobody reads these logits
         if self._block_tables.size < sequences * widest:
@@ -210,6 +234,14 @@ class InputBatch:
             logits_rows_N=torch.from_numpy(self._logits_rows_N[:num_logits]),
             num_tokens=num_tokens,
         )
+
+    def _outside_vocabulary(self, new: NewRequest) -> int | None:
+        """A token id of the request, or of its logit bias, that the model has no row for; None if there is none."""
+        ids = (*new.token_ids, *(token for token, _ in new.sampling.logit_bias))
+        low, high = min(ids), max(ids)
+        if low < 0:
+            return low
+        return high if high >= self._vocab_size else None
 
     def _named(self, plan: StepPlan, what: str, rid: int) -> RankRequest | None:
         """The request that a plan names; None if it ended here lately, so that there is nothing to do."""
@@ -240,3 +272,19 @@ class InputBatch:
             if step - ended <= _ENDED_MEMORY_STEPS:
                 break
             del self._ended[rid]
+
+
+def _prompt_pieces(request: RankRequest, row: int, count: int) -> list[PromptPiece]:
+    """Of `count` rows from `row` on, about to be computed: those that predict what is missing; counts it as reported.
+
+    The row at position p predicts the token at p + 1. What is missing begins at or behind the rows' first position,
+    since a request enters with no more computed than reported.
+    """
+    first = request.num_prompt_logprobs
+    skipped = first - request.num_computed
+    num = min(count - skipped, request.num_missing_prompt_logprobs)
+    if num < 1:
+        return []
+    request.num_prompt_logprobs += num
+    ids = request.tokens[first + 1 : first + 1 + num]
+    return [PromptPiece(request=request, row=row + skipped, token_ids=ids, first_position=first + 1)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, NewRequest, SamplingSpec
+from epruntime.worker.logit_adjuster import LogitAdjuster
 
 
 class RankRequest:
@@ -17,11 +18,13 @@ class RankRequest:
         num_computed: leading tokens whose KV is written once the running step ends.
         decoding: it has sampled on this rank, and so computes its last token in every step unasked.
         sampling: its SamplingSpec.
+        adjuster: what changes its logits before it samples; None if nothing does.
+        num_prompt_logprobs: prompt positions, from the second on, whose log-probabilities have been reported.
     """
 
     __slots__ = (
-        "_blocks", "_max_tokens", "_num_blocks", "_stop_ids", "_tokens", "decoding", "num_computed", "num_tokens",
-        "rid", "sampling",
+        "_blocks", "_max_tokens", "_num_blocks", "_num_prompt_tokens", "_stop_ids", "_tokens", "adjuster", "decoding",
+        "num_computed", "num_prompt_logprobs", "num_tokens", "rid", "sampling",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, *, max_model_len: int) -> None:
@@ -29,11 +32,14 @@ class RankRequest:
         self.sampling: SamplingSpec = new.sampling
         self.num_tokens = len(new.token_ids)
         self.num_computed = new.num_computed_tokens
+        self.num_prompt_logprobs = new.num_prompt_logprobs
         self.decoding = False
+        self._num_prompt_tokens = new.num_prompt_tokens
         self._max_tokens = min(new.num_prompt_tokens + new.sampling.max_tokens, max_model_len)
         self._stop_ids = frozenset(new.sampling.stop_ids)
         self._tokens = np.empty(max(self.num_tokens + 1, self._max_tokens), np.int32)
         self._tokens[: self.num_tokens] = new.token_ids
+        self.adjuster = LogitAdjuster.of(new.sampling, self.tokens, new.num_prompt_tokens)
         self._blocks = np.empty(max(len(new.block_ids), 4), np.int32)
         self._num_blocks = 0
         self.grant(new.block_ids)
@@ -41,6 +47,13 @@ class RankRequest:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_missing_prompt_logprobs(self) -> int:
+        """Prompt positions whose log-probabilities are asked for and not yet reported."""
+        if self.sampling.prompt_logprobs < 0:
+            return 0
+        return self._num_prompt_tokens - 1 - self.num_prompt_logprobs
 
     @property
     def num_blocks(self) -> int:
@@ -71,6 +84,8 @@ class RankRequest:
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.decoding = True
+        if self.adjuster is not None:
+            self.adjuster.accept(token)
         if token in self._stop_ids:
             return FINISH_STOP
         return FINISH_LENGTH if self.num_tokens >= self._max_tokens else FINISH_NONE

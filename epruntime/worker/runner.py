@@ -1,6 +1,7 @@
 """ModelRunner: one lockstep step on one rank.
 
 StepPlan -> input batch -> ForwardBatch -> model -> logits -> sampler -> finish decisions -> StepResult
+                                             `-> logits of prompt rows -> prompt log-probabilities -'
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 
 from epruntime.models.batch import ForwardBatch
 from epruntime.moe.types import StepContext
-from epruntime.plan import FINISH_ERROR, FINISH_NONE, StepPlan, StepResult, TokenLogprobs
+from epruntime.plan import FINISH_ERROR, FINISH_NONE, StepPlan, StepResult
 from epruntime.worker.input_batch import InputBatch, StepBatch
-from epruntime.worker.sampler import SampledTokens, sample
+from epruntime.worker.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from epruntime.worker.sampler import SampledTokens, SamplingRow, sample
 
 
 class ForwardModel(Protocol):
@@ -22,6 +24,10 @@ class ForwardModel(Protocol):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits [len(batch.logits_rows_N), vocabulary]."""
+        ...
+
+    def logits(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """float32 logits [N, vocabulary] of more rows (int64) of the last batch; no exchange with other ranks."""
         ...
 
 
@@ -56,34 +62,54 @@ class ModelRunner:
         batch = self._inputs.build(plan)
         self._context.num_tokens = batch.forward.num_tokens
         logits_NV = self._model.forward(batch.forward)
-        sampling = batch.sampling
-        sampled = sample(logits_NV[: len(sampling)], [r.sampling for r in sampling], [r.num_tokens for r in sampling])
-        return self._conclude(plan, batch, sampled, refused)
+        self._context.stamps.sampling()
+        prompts = prompt_logprobs(
+            self._model.logits, batch.prompts, vocab_size=logits_NV.shape[1], strict=self._inputs.strict
+        )
+        rows = [SamplingRow(spec=r.sampling, position=r.num_tokens, adjuster=r.adjuster) for r in batch.sampling]
+        sampled = sample(logits_NV[: len(rows)], rows)
+        return self._conclude(plan, batch, sampled, prompts, refused)
 
     def _conclude(
-        self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens, refused: dict[int, str]
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        sampled: SampledTokens,
+        prompts: PromptLogprobs,
+        refused: dict[int, str],
     ) -> StepResult:
         """Feeds the tokens back, lets finished requests go, and packs the result."""
-        rids, finish = [r.rid for r in batch.sampling], []
-        errors = dict(refused)
+        rids, tokens, finish = [], [], []
+        errors, logprobs = refused | prompts.errors, {}
         for i, request in enumerate(batch.sampling):
+            if request.rid in prompts.errors:
+                continue
+            token = int(sampled.tokens[i])
             if i in sampled.errors:
                 errors[request.rid] = sampled.errors[i]
                 code = FINISH_ERROR
             else:
-                code = request.accept(int(sampled.tokens[i]))
+                code = request.accept(token)
+            if i in sampled.logprobs:
+                logprobs[len(rids)] = sampled.logprobs[i]
+            rids.append(request.rid)
+            tokens.append(token)
             finish.append(code)
             if code != FINISH_NONE:
                 self._inputs.end(request, plan.step)
-        logprobs: dict[int, TokenLogprobs] = sampled.logprobs
+        for piece in batch.prompts:
+            if piece.request.rid in prompts.errors:
+                self._inputs.end(piece.request, plan.step)
+        failed = [*refused, *prompts.errors]
         return StepResult(
             step=plan.step,
             generation=plan.generation,
-            rids=np.array(rids + list(refused), np.int64),
-            tokens=np.append(sampled.tokens, np.full(len(refused), -1, np.int32)),
-            finish=np.array(finish + [FINISH_ERROR] * len(refused), np.int8),
+            rids=np.array(rids + failed, np.int64),
+            tokens=np.array(tokens + [-1] * len(failed), np.int32),
+            finish=np.array(finish + [FINISH_ERROR] * len(failed), np.int8),
             logprobs=logprobs,
             num_prefill_tokens=batch.num_prefill_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             errors=errors,
+            prompt_logprobs=prompts.entries,
         )

@@ -1,11 +1,12 @@
 """From logits to tokens, one row at a time.
 
-row of logits -> greedy: argmax | temperature -> top-k -> top-p -> inverse CDF of one counter-based uniform
+row of logits -> penalties, bias, min_tokens (logit_adjuster.py)
+              -> greedy: argmax | temperature -> top-k -> top-p -> min-p -> inverse CDF of one counter-based uniform
               -> log-probabilities of the unmodified row, where asked
 
 Each row is treated by itself, with operations on that row alone, so that a request's tokens cannot
 depend on its batch-mates. The filters keep the same tokens as transformers' TemperatureLogitsWarper,
-TopKLogitsWarper and TopPLogitsWarper in that order, ties included.
+TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper in that order, ties included.
 
 Shape letters: N rows, V vocabulary, C kept candidates.
 """
@@ -19,7 +20,23 @@ import numpy as np
 import torch
 
 from epruntime.plan import SamplingSpec, TokenLogprobs
+from epruntime.worker.logit_adjuster import LogitAdjuster
 from epruntime.worker.philox import uniform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRow:
+    """Of the request that a row of logits belongs to.
+
+    Attributes:
+        spec: its sampling parameters.
+        position: index that the chosen token will have in its whole sequence.
+        adjuster: what changes its logits; None if nothing does.
+    """
+
+    spec: SamplingSpec
+    position: int
+    adjuster: LogitAdjuster | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +54,45 @@ class SampledTokens:
     errors: dict[int, str]
 
 
-def sample(logits_NV: torch.Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> SampledTokens:
+def sample(logits_NV: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Chooses one token per row.
 
     Args:
         logits_NV: float32 [N, V]; `-inf` marks a token that cannot be chosen.
-        specs: N sampling parameters.
-        positions: N indices that the chosen tokens will have in their whole sequences.
+        rows: N, one per row of logits.
     """
     assert logits_NV.dtype == torch.float32
-    assert logits_NV.shape[0] == len(specs) == len(positions)
-    rows_NV = logits_NV.cpu().numpy()
-    tokens = np.full(len(specs), -1, np.int32)
+    assert logits_NV.shape[0] == len(rows)
+    tokens = np.full(len(rows), -1, np.int32)
     logprobs: dict[int, TokenLogprobs] = {}
     errors: dict[int, str] = {}
-    for i, (row_V, spec, position) in enumerate(zip(rows_NV, specs, positions, strict=True)):
-        best = int(row_V.argmax())  # the lowest id on ties; the first NaN where there is one
-        if not np.isfinite(row_V[best]):
-            errors[i] = f"the model's logits at position {position - 1} are not finite (largest: {row_V[best]})"
+    for i, (row_V, row) in enumerate(zip(logits_NV.cpu().numpy(), rows, strict=True)):
+        spec, error = row.spec, not_finite(row_V, row.position)
+        if error is not None:
+            errors[i] = error
             continue
-        token = best if spec.temperature == 0.0 else _draw(row_V, spec, uniform(spec.seed, position))
+        adjusted_V = row_V if row.adjuster is None else row.adjuster.adjusted(row_V)
+        token = int(adjusted_V.argmax())  # the lowest id on ties
+        if adjusted_V[token] == -np.inf:
+            errors[i] = (
+                f"no token is left to choose at position {row.position}: the model allows only tokens that "
+                f"min_tokens={spec.min_tokens}, logit_bias or repetition_penalty rule out"
+            )
+            continue
+        if spec.temperature != 0.0:
+            token = _draw(adjusted_V, spec, uniform(spec.seed, row.position))
         tokens[i] = token
         if spec.logprobs >= 0:
             logprobs[i] = token_logprobs(row_V, token, spec.logprobs)
     return SampledTokens(tokens=tokens, logprobs=logprobs, errors=errors)
+
+
+def not_finite(row_V: np.ndarray, position: int) -> str | None:
+    """What is wrong with the logits that predict the token at `position`; None if there is a largest one."""
+    largest = row_V[row_V.argmax()]  # the first NaN where there is one
+    if np.isfinite(largest):
+        return None
+    return f"the model's logits at position {position - 1} are not finite (largest: {largest})"
 
 
 def _draw(row_V: np.ndarray, spec: SamplingSpec, u: float) -> int:
@@ -81,7 +113,7 @@ def _exponentials(values: np.ndarray, peak: float) -> np.ndarray:
 
 
 def kept_tokens(row_V: np.ndarray, spec: SamplingSpec) -> tuple[np.ndarray, np.ndarray | None]:
-    """Applies temperature, top-k and top-p to one finite row.
+    """Applies temperature, top-k, top-p and min-p to one row with a finite maximum.
 
     Returns:
         The scaled float32 row [V], and the ids kept, int64 [C] ascending; None keeps all.
@@ -94,7 +126,21 @@ def kept_tokens(row_V: np.ndarray, spec: SamplingSpec) -> tuple[np.ndarray, np.n
         kept_C = np.flatnonzero(scaled_V >= threshold)
     if spec.top_p < 1.0:
         kept_C = _nucleus(scaled_V, kept_C, spec.top_p)
+    if spec.min_p > 0.0:
+        # transformers' own arithmetic again: the float32 softmax of what is left, compared with a share of its maximum
+        masked_V = _masked(scaled_V, kept_C)
+        probs_V = torch.from_numpy(masked_V).softmax(dim=-1).numpy()
+        kept_C = np.flatnonzero((probs_V >= probs_V.max() * np.float32(spec.min_p)) & (masked_V > -np.inf))
     return scaled_V, kept_C
+
+
+def _masked(scaled_V: np.ndarray, kept_C: np.ndarray | None) -> np.ndarray:
+    """The row with -inf for what is not kept."""
+    if kept_C is None:
+        return scaled_V
+    masked_V = np.full_like(scaled_V, -np.inf)
+    masked_V[kept_C] = scaled_V[kept_C]
+    return masked_V
 
 
 def _scale(row_V: np.ndarray, temperature: float) -> np.ndarray:
@@ -111,10 +157,7 @@ def _nucleus(scaled_V: np.ndarray, kept_C: np.ndarray | None, top_p: float) -> n
 
     Only values are sorted, which numpy does some 30 times quicker than torch sorts values and indices.
     """
-    masked_V = scaled_V
-    if kept_C is not None:
-        masked_V = np.full_like(scaled_V, -np.inf)
-        masked_V[kept_C] = scaled_V[kept_C]
+    masked_V = _masked(scaled_V, kept_C)
     ascending_V = np.sort(masked_V)
     goes_V = torch.from_numpy(ascending_V).softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p)
     num_gone = min(int(goes_V.sum()), scaled_V.size - 1)
@@ -138,7 +181,7 @@ def token_logprobs(row_V: np.ndarray, token: int, num_top: int) -> TokenLogprobs
 
     Args:
         row_V: float32 [V], finite maximum.
-        token: the chosen id.
+        token: the chosen id, or the prompt's own.
         num_top: how many of the most likely ids are reported, descending, the lowest id first on ties.
     """
     peak = float(row_V.max())

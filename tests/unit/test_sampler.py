@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ def spec(
     return SamplingSpec(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=(), max_tokens=8, logprobs=logprobs
     )
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> sampler.SampledTokens:
+    rows = [sampler.SamplingRow(spec=s, position=p) for s, p in zip(specs, positions, strict=True)]
+    return sampler.sample(logits, rows)
 
 
 def kept_by_transformers(row_V: torch.Tensor, s: SamplingSpec) -> list[int]:
@@ -67,7 +73,7 @@ def test_uniform_uses_seed_and_position_in_full():
 
 def test_greedy_takes_the_lowest_id_on_ties():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [-1.0, -1.0, -1.0, -1.0], [0.0, 1.0, 2.0, 2.5]])
-    out = sampler.sample(logits, [spec(temperature=0.0)] * 3, [5, 6, 7])
+    out = sample(logits, [spec(temperature=0.0)] * 3, [5, 6, 7])
     assert out.tokens.tolist() == [1, 0, 3]
     assert out.tokens.dtype == np.int32
     assert not out.errors
@@ -124,7 +130,7 @@ def test_draws_follow_the_exact_distribution():
     draws = 20000
 
     def statistic(s: SamplingSpec, probabilities: np.ndarray) -> float:
-        tokens = sampler.sample(row.expand(draws, -1).contiguous(), [s] * draws, range(draws)).tokens
+        tokens = sample(row.expand(draws, -1).contiguous(), [s] * draws, range(draws)).tokens
         observed = np.bincount(tokens, minlength=8)
         assert not observed[probabilities == 0].any()
         support = probabilities > 0
@@ -143,11 +149,11 @@ def test_the_inverse_cdf_runs_in_vocabulary_order(monkeypatch):
     row = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     for u, token in ((0.0, 0), (0.05, 0), (0.15, 1), (0.45, 1), (0.55, 2), (0.75, 3), (1 - 2**-53, 3)):
         monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
-        assert sampler.sample(row, [spec()], [0]).tokens.tolist() == [token]
+        assert sample(row, [spec()], [0]).tokens.tolist() == [token]
     # A draw exactly on a step belongs to the token above it: 0 to the first possible one, 1/2 to the second of two.
     for u, token in ((0.0, 1), (0.5, 2)):
         monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
-        assert sampler.sample(torch.tensor([[-torch.inf, 0.0, 0.0]]), [spec()], [0]).tokens.tolist() == [token]
+        assert sample(torch.tensor([[-torch.inf, 0.0, 0.0]]), [spec()], [0]).tokens.tolist() == [token]
 
 
 def test_a_row_does_not_depend_on_its_batch_mates():
@@ -155,39 +161,39 @@ def test_a_row_does_not_depend_on_its_batch_mates():
     logits = torch.randn(9, 300, generator=generator) * 2
     specs = [spec(0.9, 40, 0.95, seed=i) if i % 3 else spec(0.0, logprobs=5) for i in range(9)]
     positions = list(range(10, 19))
-    together = sampler.sample(logits, specs, positions)
+    together = sample(logits, specs, positions)
     for i in range(9):
-        alone = sampler.sample(logits[i : i + 1], specs[i : i + 1], positions[i : i + 1])
+        alone = sample(logits[i : i + 1], specs[i : i + 1], positions[i : i + 1])
         assert alone.tokens[0] == together.tokens[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
-    reverse = sampler.sample(logits.flip(0).contiguous(), specs[::-1], positions[::-1])
+    reverse = sample(logits.flip(0).contiguous(), specs[::-1], positions[::-1])
     assert reverse.tokens[::-1].tolist() == together.tokens.tolist()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_is_an_error_of_that_row_only(bad):
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))
-    good = sampler.sample(logits, [spec(seed=5)] * 3, [1, 2, 3])
+    good = sample(logits, [spec(seed=5)] * 3, [1, 2, 3])
     logits[1, 4] = bad
-    out = sampler.sample(logits, [spec(seed=5, logprobs=2)] * 3, [1, 2, 3])
+    out = sample(logits, [spec(seed=5, logprobs=2)] * 3, [1, 2, 3])
     assert list(out.errors) == [1]
     assert "position 1" in out.errors[1]
     assert str(bad) in out.errors[1]
     assert out.tokens[1] == -1
     assert 1 not in out.logprobs
     assert out.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
-    assert sampler.sample(torch.full((1, 4), -torch.inf), [spec(0.0)], [1]).errors
+    assert sample(torch.full((1, 4), -torch.inf), [spec(0.0)], [1]).errors
 
 
 def test_a_masked_token_is_never_drawn():
     logits = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]).expand(500, -1).contiguous()
-    assert set(sampler.sample(logits, [spec()] * 500, range(500)).tokens.tolist()) == {0, 2}
+    assert set(sample(logits, [spec()] * 500, range(500)).tokens.tolist()) == {0, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-40, 1e-300, 1e30])
 def test_extreme_temperatures_approach_their_limits(temperature):
     logits = torch.tensor([[5.0, -80.0, 9.0, 8.0], [-5.0, -8.0, -90.0, -4.0]])
-    tokens = [sampler.sample(logits, [spec(temperature, seed=s)] * 2, [3, 4]).tokens.tolist() for s in range(200)]
+    tokens = [sample(logits, [spec(temperature, seed=s)] * 2, [3, 4]).tokens.tolist() for s in range(200)]
     if temperature < 1:
         assert tokens == [[2, 3]] * 200
     else:
@@ -197,7 +203,7 @@ def test_extreme_temperatures_approach_their_limits(temperature):
 def test_logprobs_are_those_of_the_unmodified_logits():
     logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(2)) * 3
     specs = [spec(0.5, 3, 0.9, seed=9, logprobs=n) for n in (0, 1, 5, 20)]
-    out = sampler.sample(logits, specs, [4, 5, 6, 7])
+    out = sample(logits, specs, [4, 5, 6, 7])
     exact = torch.log_softmax(logits.double(), dim=-1)
     for i, s in enumerate(specs):
         got = out.logprobs[i]
@@ -215,4 +221,4 @@ def test_top_logprobs_break_ties_by_the_lowest_id():
 
 
 def test_no_rows():
-    assert sampler.sample(torch.empty(0, 10), [], []).tokens.shape == (0,)
+    assert sample(torch.empty(0, 10), [], []).tokens.shape == (0,)
