@@ -75,6 +75,7 @@ class EngineStats:
         restarts: how often ranks were replaced.
         steps, prefill_tokens, decode_tokens: totals over all ranks.
         ranks: by slot. layers: MoE layers in order; empty before the ranks' first answer.
+        cache_facts, parallel_facts: settings of the KV cache, and how the ranks are connected; they do not change.
     """
 
     time: float
@@ -86,6 +87,8 @@ class EngineStats:
     decode_tokens: int
     ranks: tuple[RankStats, ...]
     layers: tuple[LayerLoad, ...]
+    cache_facts: Mapping[str, Any]
+    parallel_facts: Mapping[str, Any]
 
     def total(self, counter: str) -> int:
         """A field of SchedulerCounters, over all ranks."""
@@ -149,6 +152,8 @@ class StatsBook:
         num_kv_blocks: Sequence[int],
         generation: int,
         restarts: int,
+        cache_facts: Mapping[str, Any],
+        parallel_facts: Mapping[str, Any],
     ) -> EngineStats:
         """The engine now.
 
@@ -170,6 +175,8 @@ class StatsBook:
                 for rank, scheduler, blocks in zip(ranks, schedulers, num_kv_blocks, strict=True)
             ),
             layers=self._layer_loads(),
+            cache_facts=cache_facts,
+            parallel_facts=parallel_facts,
         )
 
     def _rank(self, rank: RankHandle, scheduler: GroupScheduler, num_kv_blocks: int) -> RankStats:
