@@ -196,6 +196,7 @@ class Connection(asyncio.BufferedProtocol):
             info = RankInfo(
                 slot=knock.slot, incarnation=knock.incarnation, attn_group=knock.slot, ep_rank=knock.slot, **identity
             )
+            _check_types(info)
         except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
             raise HandshakeError(f"identity of slot {knock.slot} is unreadable: {error}") from error
         self._server._check(info, channel)
@@ -238,6 +239,15 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
         else:
             self._transport.close()
+
+
+def _check_types(info: RankInfo) -> None:
+    """Raises TypeError: a claim is not of the type that those who read it count on."""
+    texts = (info.host, info.pool, *info.signature.keys(), *info.signature.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("host, pool and signature must be text")
+    if not all(isinstance(number, int) for number in (info.pid, info.local_rank)):
+        raise TypeError("pid and local_rank must be integers")
 
 
 class ControlServer:
