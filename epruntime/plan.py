@@ -30,6 +30,11 @@ from typing import Any
 
 import numpy as np
 
+from epruntime.errors import ProtocolError
+
+#: what taking apart something of another shape raises
+_UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
+
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = 0, 1, 2, 3
 
 
@@ -134,7 +139,15 @@ class StepPlan:
         ]
 
     @classmethod
-    def from_wire(cls, wire: list[Any]) -> StepPlan:
+    def from_wire(cls, wire: Any) -> StepPlan:
+        """Raises ProtocolError: not a plan as `to_wire` writes it."""
+        try:
+            return cls._from_wire(wire)
+        except _UNREADABLE as error:
+            raise ProtocolError(f"a step plan is unreadable: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_wire(cls, wire: Any) -> StepPlan:
         step, generation, version, drop, new, blocks, prefill, hold = wire
         names = [f.name for f in fields(SamplingSpec)]
         requests = []
@@ -214,7 +227,15 @@ class StepResult:
         ]
 
     @classmethod
-    def from_wire(cls, wire: list[Any]) -> StepResult:
+    def from_wire(cls, wire: Any) -> StepResult:
+        """Raises ProtocolError: not a result as `to_wire` writes it."""
+        try:
+            return cls._from_wire(wire)
+        except _UNREADABLE as error:
+            raise ProtocolError(f"a step result is unreadable: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_wire(cls, wire: Any) -> StepResult:
         step, generation, rids, tokens, finish, logprobs, num_prefill, num_decode, errors, prompt_logprobs = wire
         return cls(
             step=step,
