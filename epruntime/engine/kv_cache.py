@@ -9,35 +9,32 @@ reference until the result of the last such plan has been applied. So a block is
 while an in-flight plan may write it, and nothing else has to know about plans.
 
 A full block whose content is confirmed (the result of the step that computed its last position has
-been applied) may be published under the hash of all tokens up to its end. Another request whose
-history begins with the same tokens then takes a reference instead of computing it again. Published
-blocks are never written: a request writes only positions that are not yet computed, and the prefix
-it takes over always leaves at least its last token to compute.
+been applied) may be published. Another request whose history begins with the same tokens then takes
+a reference instead of computing it again. Published blocks are never written: a request writes only
+positions that are not yet computed, and the prefix it takes over always leaves at least its last
+token to compute.
+
+What a published block holds has a number, its content: a history of tokens up to the block's end.
+Blocks are found by key, the content before the block and the block's own token ids, so each is a
+node of a tree of histories. Nothing is hashed down to a digest: keys are compared in full, a wrong
+hit is impossible, and a lookup costs no more than a dict's. Contents are numbered as they are
+published and no number is used twice, so a key is never mistaken after an eviction; the blocks
+below an evicted one are not found any more and are evicted in their turn.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from epruntime.engine.request import NEVER, SchedulerRequest
+from epruntime.engine.request import NEVER, NO_CONTENT, SchedulerRequest
 
-_ROOT = bytes(32)
+_TOKEN_BYTES = 4  # token ids are int32
 
 
-def extend_block_hashes(hashes: list[bytes], token_ids: array[int], block_size: int, num_blocks: int) -> None:
-    """Extends `hashes` in place until it covers the first `num_blocks` full blocks of `token_ids`.
-
-    Each hash is BLAKE2b-256 of the parent's hash and the block's ids (int32), so that equal hashes
-    mean equal histories: 256 bits, because a collision would hand one request another's content.
-    """
-    parent = hashes[-1] if hashes else _ROOT
-    for i in range(len(hashes), num_blocks):
-        ids = token_ids[i * block_size : (i + 1) * block_size].tobytes()
-        parent = hashlib.blake2b(parent + ids, digest_size=32).digest()
-        hashes.append(parent)
+def content_key(parent: int, token_ids: bytes) -> bytes:
+    """Names the content that block `token_ids` (int32) makes after content `parent` (NO_CONTENT: at the start)."""
+    return parent.to_bytes(8, "little") + token_ids
 
 
 class BlockPool:
@@ -52,8 +49,10 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is the warmest
         self._cached: OrderedDict[int, None] = OrderedDict()  # published and unreferenced; next to evict first
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks  # of published blocks
+        self._content_of = [NO_CONTENT] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._num_contents = NO_CONTENT
         self._quarantine: dict[int, list[int]] = {}  # step -> blocks, each with one reference
 
     @property
@@ -87,13 +86,14 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Gives one reference to each block back. A table's tail goes first: released first, evicted first."""
-        refs = self._refs
+        refs, key_of = self._refs, self._key_of
         for block in blocks:
-            if refs[block] < 1:
+            count = refs[block] - 1
+            if count < 0:
                 raise ValueError(f"KV block {block} released more often than referenced")
-            refs[block] -= 1
-            if refs[block] == 0:
-                if self._hash_of[block] is None:
+            refs[block] = count
+            if not count:
+                if key_of[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
@@ -116,33 +116,53 @@ class BlockPool:
         groups = (*self._quarantine.values(), *tables)
         return sum(refs[block] == 1 for blocks in groups for block in blocks)
 
-    def publish(self, block: int, content: bytes) -> None:
-        """Offers a referenced block, full and confirmed, for reuse. The first block published for a content wins."""
+    def publish(self, block: int, parent: int, token_ids: bytes) -> int:
+        """Offers a referenced block, full and confirmed, for reuse; the first block published for a content wins.
+
+        Args:
+            parent: content before the block (NO_CONTENT: it is the first). token_ids: its own ids, int32.
+
+        Returns:
+            the content up to the block's end, for the next block to be published after.
+        """
         if self._refs[block] < 1:
             raise ValueError(f"KV block {block} is not referenced and cannot be published")
-        if self._hash_of[block] is None and content not in self._block_of:
-            self._hash_of[block] = content
-            self._block_of[content] = block
+        key = content_key(parent, token_ids)
+        winner = self._block_of.get(key)
+        if winner is not None:
+            return self._content_of[winner]
+        if self._key_of[block] is not None:
+            raise ValueError(f"KV block {block} is published already, with another content")
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._num_contents += 1
+        self._content_of[block] = self._num_contents
+        return self._num_contents
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Published blocks of the longest prefix of `hashes`; takes no reference."""
-        blocks = []
-        for content in hashes:
-            block = self._block_of.get(content)
+    def match(self, token_ids: bytes, block_size: int) -> list[int]:
+        """Published blocks of the longest known prefix of `token_ids` (int32, whole blocks); takes no reference."""
+        blocks, content, width = [], NO_CONTENT, block_size * _TOKEN_BYTES
+        for start in range(0, len(token_ids), width):
+            block = self._block_of.get(content_key(content, token_ids[start : start + width]))
             if block is None:
                 break
             blocks.append(block)
+            content = self._content_of[block]
         return blocks
+
+    def content_of(self, block: int) -> int:
+        """What a published block holds."""
+        return self._content_of[block]
 
     def can_take(self, shared: Sequence[int], count: int) -> bool:
         """Whether `share(shared)` followed by `allocate(count)` succeeds (shared blocks may be evictable ones)."""
         return count + sum(self._refs[block] == 0 for block in shared) <= self.num_free
 
     def _forget(self, block: int) -> None:
-        content = self._hash_of[block]
-        if content is not None:
-            self._hash_of[block] = None
-            del self._block_of[content]
+        key = self._key_of[block]
+        if key is not None:
+            self._key_of[block] = None
+            del self._block_of[key]
 
 
 class KVCacheManager:
@@ -179,9 +199,9 @@ class KVCacheManager:
         num_tokens = len(request.token_ids)
         hits: list[int] = []
         if self.prefix_caching:
-            limit = (num_tokens - 1) // self.block_size  # the last token is always computed: it yields the next one
-            extend_block_hashes(request.hashes, request.token_ids, self.block_size, limit)
-            hits = self.pool.match(request.hashes[:limit])
+            # the last token is always computed: it yields the next one
+            limit = min(num_tokens - 1, request.num_skippable_tokens) // self.block_size
+            hits = self.pool.match(request.token_ids[: limit * self.block_size].tobytes(), self.block_size)
         need = -(-num_tokens // self.block_size) - len(hits)
         return (hits, need) if self.pool.can_take(hits, need) else None
 
@@ -190,26 +210,31 @@ class KVCacheManager:
         self.pool.share(hits)  # first: allocating may evict cached blocks
         request.block_ids = hits + self.pool.allocate(need)
         request.num_published = len(hits)
+        request.content = self.pool.content_of(hits[-1]) if hits else NO_CONTENT
         request.publish_at = (len(hits) + 1) * self.block_size if self.prefix_caching else NEVER
 
-    def grow(self, request: SchedulerRequest) -> int | None:
-        """Appends one block to the table and returns it; None if there is none."""
-        if not self.pool.num_free:
+    def grow(self, requests: Sequence[SchedulerRequest]) -> list[int] | None:
+        """Appends one block to each table and returns these blocks; None if there are not enough."""
+        if len(requests) > self.pool.num_free:
             return None
-        block = self.pool.allocate(1)[0]
-        request.block_ids.append(block)
-        return block
+        blocks = self.pool.allocate(len(requests))
+        for request, block in zip(requests, blocks, strict=True):
+            request.block_ids.append(block)
+        return blocks
 
     def confirm(self, request: SchedulerRequest, num_computed: int) -> None:
         """The first `num_computed` positions are computed, by steps now applied: publishes full blocks."""
         if num_computed < request.publish_at:
             return
-        full = num_computed // self.block_size
-        extend_block_hashes(request.hashes, request.token_ids, self.block_size, full)
-        for i in range(request.num_published, full):
-            self.pool.publish(request.block_ids[i], request.hashes[i])
+        size, width = self.block_size, self.block_size * _TOKEN_BYTES
+        first, full = request.num_published, num_computed // size
+        token_ids = request.token_ids[first * size : full * size].tobytes()
+        content = request.content
+        for i, block in enumerate(request.block_ids[first:full]):
+            content = self.pool.publish(block, content, token_ids[i * width : (i + 1) * width])
+        request.content = content
         request.num_published = full
-        request.publish_at = (full + 1) * self.block_size
+        request.publish_at = (full + 1) * size
 
     def release(self, request: SchedulerRequest, until_step: int) -> None:
         """Gives the table up. Its blocks stay in quarantine until `until_step`, the last to touch them, has ended."""

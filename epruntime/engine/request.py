@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from epruntime.plan import SamplingSpec
+from epruntime.errors import ProtocolError
+from epruntime.plan import SamplingSpec, TokenLogprobs
 
 #: A step or position that is never reached.
 NEVER = 2**62
+
+#: What precedes the first KV block: no token.
+NO_CONTENT = 0
 
 
 class RequestState(enum.Enum):
@@ -35,14 +40,15 @@ class SchedulerRequest:
         token_ids: int32; prompt, then every token whose result has been applied.
         spec: its max_tokens already capped.
         block_ids: KV blocks of its table on the rank, in position order; empty while waiting.
-        hashes: chained content hash of each leading full block of `token_ids`, as far as computed.
         num_scheduled: leading tokens computed by plans made so far (kept up to date during prefill only).
         num_published: leading blocks of the table that have been offered to the prefix cache.
+        content: what the last of those holds (kv_cache.py).
         publish_at: number of computed tokens at which the next block may be published.
         due: step whose plan must grant the next KV block (NEVER: none needed before `end`).
         end: last step that can sample a token for it, reached if nothing stops it earlier.
         ready_after: a preempted request may be readmitted once the result of this step has been applied.
-        num_preemptions: how often it was preempted.
+        num_prompt_logprobs: prompt positions, from the second on, whose log-probabilities have come.
+        prompt_logprobs: those, until they are handed out with the first token.
     """
 
     rid: int
@@ -52,14 +58,15 @@ class SchedulerRequest:
     spec: SamplingSpec
     state: RequestState = RequestState.WAITING
     block_ids: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
     num_scheduled: int = 0
     num_published: int = 0
+    content: int = NO_CONTENT
     publish_at: int = NEVER
     due: int = NEVER
     end: int = NEVER
     ready_after: int = -1
-    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_output_tokens(self) -> int:
@@ -70,6 +77,35 @@ class SchedulerRequest:
         """Output tokens still to be sampled, if nothing stops it earlier."""
         return self.spec.max_tokens - self.num_output_tokens
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.spec.prompt_logprobs >= 0
+
+    def take_prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_computed: int) -> None:
+        """Keeps what the rank reports once the first `num_computed` tokens are computed.
+
+        Raises:
+            ProtocolError: there are entries too many or too few.
+        """
+        before, last = self.num_prompt_logprobs, self.num_prompt_tokens - 1
+        self.num_prompt_logprobs = max(before, min(num_computed, last))
+        if before + len(entries) != self.num_prompt_logprobs:
+            raise ProtocolError(
+                f"request {self.rid}: {len(entries)} prompt log-probabilities came with its tokens up to "
+                f"{num_computed}; {self.num_prompt_logprobs - before} were due (it has {before} of {last})"
+            )
+        self.prompt_logprobs += entries
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Leading tokens that need not be computed again if their KV is at hand.
+
+        The log-probability of a prompt token comes from computing the token before it.
+        """
+        if not self.wants_prompt_logprobs or self.num_prompt_logprobs == self.num_prompt_tokens - 1:
+            return len(self.token_ids)
+        return self.num_prompt_logprobs
+
 
 class StepBuckets:
     """Requests filed under the step at which something is to happen to them; every operation is O(1)."""
@@ -79,6 +115,10 @@ class StepBuckets:
 
     def add(self, step: int, request: SchedulerRequest) -> None:
         self._buckets.setdefault(step, {})[request] = None
+
+    def add_all(self, step: int, requests: list[SchedulerRequest]) -> None:
+        if requests:
+            self._buckets.setdefault(step, {}).update(dict.fromkeys(requests))
 
     def discard(self, step: int, request: SchedulerRequest) -> None:
         bucket = self._buckets.get(step)

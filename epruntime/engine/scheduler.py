@@ -6,9 +6,11 @@ add -> waiting -> (admit) -> prefill chunks -> decode -> ending -> finished
 A plan is filled in this order, within max_num_batched_tokens: every running decode (one token each),
 then the next chunks of running prefills, then admissions, first come first served.
 
-What keeps a step cheap: a decode that merely continues is not touched. It advances by one position
-in every plan, so the step at which it needs its next KV block (`due`) and the last step it can reach
-(`end`) are known when it starts to decode; requests wait in buckets under those two step numbers.
+What keeps a step cheap: a decode that merely continues is not touched by `plan`, and `apply` only
+appends its token. It advances by one position in every plan, so the step at which it needs its next
+KV block (`due`) and the last step it can reach (`end`) are known when it starts to decode; requests
+wait in buckets under those two step numbers. The result of a step that entered a new block is also
+the occasion to publish the one before.
 
 What makes several plans in flight safe: a plan counts on what earlier plans may do (upper bounds),
 and `apply` corrects. Blocks given up go through the quarantine (kv_cache.py); a preempted request
@@ -25,56 +27,19 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from epruntime.config import SchedulerConfig
 from epruntime.engine.in_flight import InFlightPlan
 from epruntime.engine.kv_cache import KVCacheManager
 from epruntime.engine.request import NEVER, RequestState, SchedulerRequest, StepBuckets
+from epruntime.engine.scheduler_counters import SchedulerCounters
+from epruntime.engine.token_updates import TokenUpdate as TokenUpdate
+from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import InvalidRequestError, ProtocolError
-from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult, TokenLogprobs
-
-
-class TokenUpdate(NamedTuple):
-    """One new token of a live request (a tuple, because one is made for every token).
-
-    Attributes:
-        token: the id; -1 with FINISH_ERROR. finish: FINISH_*. logprobs: if asked for.
-        error: with FINISH_ERROR what went wrong. num_preemptions: of the request so far.
-    """
-
-    rid: int
-    token: int
-    finish: int
-    logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    num_preemptions: int = 0
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the scheduler was made.
-
-    Attributes:
-        preemptions: requests taken off the rank because KV blocks ran out.
-        holds: decodes that sat a step out, waiting for a KV block.
-        chunks: prefill pieces that left a part of the history to a later plan.
-        mixed_steps: plans with prefill and decode. empty_plans: plans that compute nothing.
-        prefill_tokens, decode_tokens: tokens planned (decodes: at most, a request may have stopped).
-        prefix_hit_tokens: tokens whose KV was found in the prefix cache.
-    """
-
-    preemptions: int = 0
-    holds: int = 0
-    chunks: int = 0
-    mixed_steps: int = 0
-    empty_plans: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefix_hit_tokens: int = 0
+from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult
 
 
 class GroupScheduler:
@@ -108,6 +73,8 @@ class GroupScheduler:
         self._kv = KVCacheManager(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
         self._num_added = 0
         self._requests: dict[int, SchedulerRequest] = {}
+        self._append: dict[int, Callable[[int], None]] = {}  # of each request's token_ids
+        self._num_preemptions: dict[int, int] = {}  # of live requests that were preempted
         self._waiting: OrderedDict[int, SchedulerRequest] = OrderedDict()
         self._prefilling: dict[SchedulerRequest, None] = {}
         self._decoding: set[SchedulerRequest] = set()
@@ -139,6 +106,20 @@ class GroupScheduler:
     def kv_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1; cached blocks that nobody references count as free."""
         return self._kv.usage
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._kv.pool.num_blocks
+
+    @property
+    def num_free_kv_blocks(self) -> int:
+        """Includes cached blocks that nobody references."""
+        return self._kv.pool.num_free
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether a plan should be made now: it would compute something, or the rank has to be told of drops."""
+        return bool(self._drops) or self.has_work
 
     @property
     def has_work(self) -> bool:
@@ -185,6 +166,7 @@ class GroupScheduler:
         )
         self._num_added += 1
         self._requests[rid] = self._waiting[rid] = request
+        self._append[rid] = request.token_ids.append
 
     def drop(self, rid: int) -> None:
         """Forgets a request in any state; results still to come for it are ignored. Nothing to do if it has ended."""
@@ -228,7 +210,7 @@ class GroupScheduler:
         self._planned_step = step
         return plan
 
-    def apply(self, result: StepResult) -> list[TokenUpdate]:
+    def apply(self, result: StepResult) -> TokenUpdates:
         """Takes the result of the oldest plan in flight; returns the new tokens of requests that still live.
 
         Raises:
@@ -240,33 +222,24 @@ class GroupScheduler:
         flight.check(result)
         self._in_flight.popleft()
         self._applied_step = result.step
-        rids, errors, logprobs = result.rids.tolist(), result.errors, result.logprobs
+        updates = TokenUpdates(
+            rids=result.rids.tolist(),
+            tokens=result.tokens.tolist(),
+            finish=result.finish.tolist(),
+            logprobs=result.logprobs,
+            errors=result.errors,
+            num_preemptions=dict(self._num_preemptions),
+        )
         if flight.pieces:
-            self._confirm_prefill(flight, set(rids), errors)
-        updates = []
-        requests, confirm = self._requests, self._kv.confirm
-        finish_codes = result.finish.tolist()
-        for i, (rid, token, finish) in enumerate(zip(rids, result.tokens.tolist(), finish_codes, strict=True)):
-            request = requests.get(rid)
-            if request is None:
-                continue
-            if finish != FINISH_ERROR:
-                tokens = request.token_ids
-                if len(tokens) >= request.publish_at:  # all but the new token are computed now
-                    confirm(request, len(tokens))
-                tokens.append(token)
-            if finish:
-                self._remove(request)
-            updates.append(
-                TokenUpdate(
-                    rid,
-                    token,
-                    finish,
-                    logprobs.get(i) if logprobs else None,
-                    errors.get(rid) if errors else None,
-                    request.num_preemptions,
-                )
-            )
+            self._confirm_prefill(flight, result, updates)
+        updates = self._append_tokens(updates)
+        for request in flight.granted:  # this step wrote into a new block: the one before is computed
+            self._kv.confirm(request, len(request.token_ids) - 1)
+        for rid in updates.finished:
+            request = self._requests[rid]
+            if rid not in result.errors:
+                self._kv.confirm(request, len(request.token_ids) - 1)
+            self._remove(request)
         for request in flight.ending:
             if request.state is RequestState.ENDING:
                 raise ProtocolError(
@@ -281,13 +254,19 @@ class GroupScheduler:
     def _grant_due_blocks(self, draft: InFlightPlan) -> bool:
         """Gives each decode that enters a new KV block that block, else holds it; whether someone was preempted."""
         due = self._due.pop(draft.step)
+        if not due:
+            return False
+        blocks = self._kv.grow(due)
+        if blocks is not None:
+            self._grant(draft, due, blocks)
+            return False
         due.sort(key=lambda request: request.arrival)
         preempted, returning = False, 0
         for request in due:
             if request.state is not RequestState.DECODE:  # preempted by an earlier one of this loop
                 continue
-            block = self._kv.grow(request)
-            while block is None:
+            blocks = self._kv.grow([request])
+            while blocks is None:
                 if returning < 1:
                     returning = self._num_returning_blocks() - len(draft.hold)
                 if returning > 0:
@@ -297,14 +276,26 @@ class GroupScheduler:
                 preempted = True
                 if victim is request:
                     break
-                block = self._kv.grow(request)
-            if block is not None:
-                draft.blocks[request.rid] = (block,)
-                self._file_due(request, draft.step + self._kv.block_size)
+                blocks = self._kv.grow([request])
+            if blocks is not None:
+                self._grant(draft, [request], blocks)
             elif request.state is RequestState.DECODE:
                 returning -= 1
                 self._hold(draft, request)
         return preempted
+
+    def _grant(self, draft: InFlightPlan, requests: list[SchedulerRequest], blocks: list[int]) -> None:
+        """One new block for each; their next ones are due a block's length later."""
+        draft.granted += requests
+        draft.blocks.update((request.rid, (block,)) for request, block in zip(requests, blocks, strict=True))
+        next_due, going_on = draft.step + self._kv.block_size, []
+        for request in requests:
+            if next_due <= request.end:
+                request.due = next_due
+                going_on.append(request)
+            else:
+                request.due = NEVER
+        self._due.add_all(next_due, going_on)
 
     def _hold(self, draft: InFlightPlan, request: SchedulerRequest) -> None:
         """The request sits this step out, which shifts all that is foreseen for it by one step."""
@@ -318,7 +309,7 @@ class GroupScheduler:
     def _preempt(self, request: SchedulerRequest) -> None:
         """Takes a request off the rank and puts it first in the queue, to be computed again."""
         self.counters.preemptions += 1
-        request.num_preemptions += 1
+        self._num_preemptions[request.rid] = self._num_preemptions.get(request.rid, 0) + 1
         request.ready_after = self._planned_step
         self._drops.append(request.rid)
         self._leave_rank(request)
@@ -367,7 +358,9 @@ class GroupScheduler:
             hits, need = found
             self._kv.admit(request, hits, need)
             request.num_scheduled = len(hits) * self._kv.block_size
-            self.counters.prefix_hit_tokens += request.num_scheduled
+            if self._kv.prefix_caching:
+                self.counters.prefix_query_tokens += len(request.token_ids)
+                self.counters.prefix_hit_tokens += request.num_scheduled
             request.state = RequestState.PREFILL
             self._prefilling[request] = None
             draft.new.append(
@@ -378,6 +371,7 @@ class GroupScheduler:
                     num_computed_tokens=request.num_scheduled,
                     block_ids=tuple(request.block_ids),
                     sampling=request.spec,
+                    num_prompt_logprobs=request.num_prompt_logprobs,
                 )
             )
             budget -= self._prefill(draft, request, budget)
@@ -397,9 +391,11 @@ class GroupScheduler:
 
     # ---- parts of apply, and leaving
 
-    def _confirm_prefill(self, flight: InFlightPlan, sampled: set[int], errors: dict[int, str]) -> None:
+    def _confirm_prefill(self, flight: InFlightPlan, result: StepResult, updates: TokenUpdates) -> None:
+        """Publishes what prefill pieces have computed, and completes `updates` where their first token is there."""
+        sampled = set(updates.rids)
         for request, num_computed, samples in flight.pieces:
-            if request.state is RequestState.GONE or request.rid in errors:
+            if request.state is RequestState.GONE or request.rid in result.errors:
                 continue
             if samples != (request.rid in sampled):
                 raise ProtocolError(
@@ -408,9 +404,28 @@ class GroupScheduler:
                 )
             if request.state is not RequestState.WAITING:
                 self._kv.confirm(request, num_computed)
+            if request.wants_prompt_logprobs:
+                request.take_prompt_logprobs(result.prompt_logprobs.get(request.rid, ()), num_computed)
+                if request.num_output_tokens == 0 and samples:
+                    updates.prompt_logprobs[request.rid] = tuple(request.prompt_logprobs)
+                    request.prompt_logprobs.clear()  # not needed any more, and long
+
+    def _append_tokens(self, updates: TokenUpdates) -> TokenUpdates:
+        """Each token joins the history of its request; returns the updates of requests that still live."""
+        appends = list(map(self._append.get, updates.rids))
+        if updates.errors or not all(appends):
+            updates = updates.select([i for i, append in enumerate(appends) if append is not None])
+            for rid, token, finish in zip(updates.rids, updates.tokens, updates.finish, strict=True):
+                if finish != FINISH_ERROR:
+                    self._append[rid](token)
+            return updates
+        for append, token in zip(appends, updates.tokens, strict=True):
+            append(token)
+        return updates
 
     def _remove(self, request: SchedulerRequest) -> None:
-        del self._requests[request.rid]
+        del self._requests[request.rid], self._append[request.rid]
+        self._num_preemptions.pop(request.rid, None)
         if request.state is RequestState.WAITING:
             del self._waiting[request.rid]
         else:

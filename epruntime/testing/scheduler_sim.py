@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from epruntime.config import SchedulerConfig
 from epruntime.engine.router import Router
-from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.token_updates import TokenUpdate
 from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult
 from epruntime.testing.fake_rank import FakeRank, unbatched
 
@@ -36,9 +37,11 @@ def audit(scheduler: GroupScheduler) -> None:
     assert pool.num_quarantined == sum(map(len, pool._quarantine.values())), "quarantine count"
     idle = pool._free + list(pool._cached)
     assert sorted(idle) == [b for b in range(pool.num_blocks) if not expected[b]], "a block is lost or free twice"
-    assert all(pool._hash_of[b] is None for b in pool._free), "a free block is published"
-    assert all(pool._hash_of[b] is not None for b in pool._cached), "a cached block has no content"
-    assert {b: h for h, b in pool._block_of.items()} == {b: h for b, h in enumerate(pool._hash_of) if h}, "hash index"
+    assert all(pool._key_of[b] is None for b in pool._free), "a free block is published"
+    assert all(pool._key_of[b] is not None for b in pool._cached), "a cached block has no content"
+    assert {b: k for k, b in pool._block_of.items()} == {b: k for b, k in enumerate(pool._key_of) if k}, "content index"
+    contents = [pool._content_of[b] for b, k in enumerate(pool._key_of) if k]
+    assert len(contents) == len(set(contents)), "two blocks of one content"
 
 
 class SchedulerSim:

@@ -1,12 +1,11 @@
 """BlockPool and KVCacheManager: who owns a block, when it may be handed out again, what the prefix cache gives."""
 
-import hashlib
 from array import array
 
 import pytest
 
-from epruntime.engine.kv_cache import BlockPool, KVCacheManager, extend_block_hashes
-from epruntime.engine.request import SchedulerRequest
+from epruntime.engine.kv_cache import BlockPool, KVCacheManager
+from epruntime.engine.request import NO_CONTENT, SchedulerRequest
 from epruntime.testing.scheduler_sim import make_spec
 
 
@@ -14,6 +13,10 @@ def request(tokens: list[int], rid: int = 1) -> SchedulerRequest:
     return SchedulerRequest(
         rid=rid, arrival=rid, token_ids=array("i", tokens), num_prompt_tokens=len(tokens), spec=make_spec(max_tokens=8)
     )
+
+
+def ids(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
 
 
 def admit(kv: KVCacheManager, req: SchedulerRequest) -> int:
@@ -61,8 +64,8 @@ def test_quarantine_holds_blocks_until_exactly_its_step_has_ended():
 def test_released_published_blocks_are_evicted_least_recently_used_first():
     pool = BlockPool(3)
     a, b, c = pool.allocate(3)
-    for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
-        pool.publish(block, name)
+    for block, token in ((a, 1), (b, 2), (c, 3)):
+        pool.publish(block, NO_CONTENT, ids(token))
     pool.release([b])
     pool.release([a])
     pool.release([c])
@@ -70,21 +73,36 @@ def test_released_published_blocks_are_evicted_least_recently_used_first():
     pool.release([b])
     assert pool.num_free == 3
     assert pool.allocate(1) == [a]
-    assert pool.match([b"a"]) == []
-    assert pool.match([b"b"]) == [b]
+    assert pool.match(ids(1), 1) == []
+    assert pool.match(ids(2), 1) == [b]
     assert pool.allocate(2) == [c, b]
-    assert pool.match([b"b"]) == pool.match([b"c"]) == []
+    assert pool.match(ids(2), 1) == pool.match(ids(3), 1) == []
 
 
 def test_match_stops_at_the_first_gap():
+    pool = BlockPool(4)
+    a, b, c, d = pool.allocate(4)
+    first = pool.publish(a, NO_CONTENT, ids(1, 2))
+    second = pool.publish(b, first, ids(3, 4))
+    pool.publish(c, second, ids(5, 6))
+    assert pool.match(ids(1, 2, 3, 4, 5, 6), 2) == [a, b, c]
+    assert pool.match(ids(1, 2, 0, 4, 5, 6), 2) == [a]
+    assert pool.match(ids(3, 4), 2) == []  # same block, other history
+    assert pool.publish(d, NO_CONTENT, ids(1, 2)) == first  # the same content again: the first block stays
+    assert pool.match(ids(1, 2), 2) == [a]
+
+
+def test_what_came_after_an_evicted_block_is_not_found_after_its_successor():
+    """A block's content is not known by its tokens alone: what follows it counts on who computed it."""
     pool = BlockPool(3)
-    a, b, c = pool.allocate(3)
-    pool.publish(a, b"a")
-    pool.publish(c, b"c")
-    assert pool.match([b"a", b"b", b"c"]) == [a]
-    assert pool.match([b"b"]) == []
-    pool.publish(b, b"a")  # the same content again: the first block stays
-    assert pool.match([b"a"]) == [a]
+    a, b = pool.allocate(2)
+    first = pool.publish(a, NO_CONTENT, ids(1))
+    pool.publish(b, first, ids(2))
+    pool.release([a])
+    assert pool.allocate(2) == [2, a]  # block 2 was free, a is evicted
+    again = pool.publish(2, NO_CONTENT, ids(1))
+    assert again != first
+    assert pool.match(ids(1, 2), 1) == [2]
 
 
 def test_share_of_a_block_without_content_is_refused():
@@ -92,29 +110,21 @@ def test_share_of_a_block_without_content_is_refused():
     with pytest.raises(ValueError, match="has no content to share"):
         pool.share([0])
     with pytest.raises(ValueError, match="not referenced"):
-        pool.publish(0, b"x")
+        pool.publish(0, NO_CONTENT, ids(1))
+    pool.publish(pool.allocate(1)[0], NO_CONTENT, ids(1))
+    with pytest.raises(ValueError, match="published already"):
+        pool.publish(0, NO_CONTENT, ids(2))
 
 
 def test_can_take_counts_evictable_hits_once():
     pool = BlockPool(3)
     a, b = pool.allocate(2)
-    pool.publish(a, b"a")
+    pool.publish(a, NO_CONTENT, ids(1))
     pool.release([a])  # a cached and evictable, one more free, b in use
     assert pool.num_free == 2
     assert pool.can_take([a], 1)
     assert not pool.can_take([a], 2)  # taking a leaves one
     assert pool.can_take([b], 2)  # b costs nothing: it is referenced already
-
-
-def test_hashes_chain_over_all_tokens_before():
-    hashes: list[bytes] = []
-    extend_block_hashes(hashes, array("i", [1, 2, 3, 4, 5]), 2, 2)
-    first = hashlib.blake2b(bytes(32) + b"\x01\0\0\0\x02\0\0\0", digest_size=32).digest()
-    second = hashlib.blake2b(first + b"\x03\0\0\0\x04\0\0\0", digest_size=32).digest()
-    assert hashes == [first, second]
-    other: list[bytes] = []
-    extend_block_hashes(other, array("i", [9, 2, 3, 4]), 2, 2)
-    assert other[1] != second  # same block, other history
 
 
 def test_prefix_hit_gives_the_confirmed_full_blocks_and_always_leaves_a_token():
@@ -162,7 +172,7 @@ def test_the_tail_of_a_released_table_is_evicted_before_its_head():
     table = list(first.block_ids)
     kv.release(first, until_step=-1)
     assert kv.pool.allocate(1) == [table[2]]
-    assert len(kv.pool.match(first.hashes)) == 2
+    assert len(kv.pool.match(ids(1, 2, 3), 1)) == 2
 
 
 def test_match_takes_nothing_and_says_none_when_blocks_are_short():

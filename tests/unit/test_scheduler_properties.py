@@ -171,15 +171,21 @@ def publish_one_position_early(monkeypatch):
     )
 
 
-def hash_only_the_block(monkeypatch):
-    def flat(hashes, token_ids, block_size, num_blocks):
-        for i in range(len(hashes), num_blocks):
-            hashes.append(bytes(token_ids[i * block_size : (i + 1) * block_size]))
-
-    monkeypatch.setattr("epruntime.engine.kv_cache.extend_block_hashes", flat)
+def find_by_the_block_alone(monkeypatch):
+    monkeypatch.setattr("epruntime.engine.kv_cache.content_key", lambda parent, token_ids: token_ids)
 
 
-def keep_the_hash_of_an_evicted_block(monkeypatch):
+def number_contents_twice(monkeypatch):
+    publish = BlockPool.publish
+
+    def publish_and_start_over(self, block, parent, token_ids):
+        self._num_contents %= 4
+        return publish(self, block, parent, token_ids)
+
+    monkeypatch.setattr(BlockPool, "publish", publish_and_start_over)
+
+
+def keep_the_key_of_an_evicted_block(monkeypatch):
     monkeypatch.setattr(BlockPool, "_forget", lambda self, block: None)
 
 
@@ -229,8 +235,9 @@ BREAKAGES = [
     lose_a_block,
     publish_before_it_is_computed,
     publish_one_position_early,
-    hash_only_the_block,
-    keep_the_hash_of_an_evicted_block,
+    find_by_the_block_alone,
+    number_contents_twice,
+    keep_the_key_of_an_evicted_block,
     readmit_at_once,
     lose_the_token_in_flight_of_a_preempted_request,
     grant_a_step_late,
@@ -241,7 +248,8 @@ WRONG_TOKENS = [
     end_quarantine_a_step_early,
     publish_before_it_is_computed,
     publish_one_position_early,
-    hash_only_the_block,
+    find_by_the_block_alone,
+    number_contents_twice,
     lose_the_token_in_flight_of_a_preempted_request,
 ]
 CAUGHT = (PlanViolation, AssertionError, ValueError, KeyError, ProtocolError)

@@ -1,0 +1,84 @@
+"""TokenUpdates: what one step of one group has brought its live requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from epruntime.plan import TokenLogprobs
+
+
+class TokenUpdate(NamedTuple):
+    """One new token of a live request.
+
+    Attributes:
+        token: the id; -1 with FINISH_ERROR. finish: FINISH_*. logprobs: if asked for.
+        error: with FINISH_ERROR what went wrong. num_preemptions: of the request so far.
+        prompt_logprobs: with the request's first token, if asked for: one entry per prompt position from the second on.
+    """
+
+    rid: int
+    token: int
+    finish: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(slots=True)
+class TokenUpdates:
+    """New tokens in parallel lists, so that a step of many thousands makes no object per token.
+
+    Iterating gives them one by one as TokenUpdate, in the rank's order.
+
+    Attributes:
+        rids, tokens, finish: one entry per token.
+        logprobs: index into the lists -> TokenLogprobs.
+        errors: rid -> what went wrong, for each FINISH_ERROR.
+        num_preemptions: rid -> how often, for requests that were preempted at all.
+        prompt_logprobs: rid -> as in TokenUpdate, for requests that asked and whose first token this is.
+    """
+
+    rids: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    num_preemptions: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> list[int]:
+        """The rids of the requests that have ended."""
+        if not any(self.finish):
+            return []
+        return [rid for rid, finish in zip(self.rids, self.finish, strict=True) if finish]
+
+    def __len__(self) -> int:
+        return len(self.rids)
+
+    def __iter__(self) -> Iterator[TokenUpdate]:
+        for i, (rid, token, finish) in enumerate(zip(self.rids, self.tokens, self.finish, strict=True)):
+            yield TokenUpdate(
+                rid,
+                token,
+                finish,
+                self.logprobs.get(i),
+                self.errors.get(rid),
+                self.num_preemptions.get(rid, 0),
+                self.prompt_logprobs.get(rid),
+            )
+
+    def select(self, indices: list[int]) -> TokenUpdates:
+        """The tokens at `indices` (ascending), all else as it is."""
+        return TokenUpdates(
+            rids=[self.rids[i] for i in indices],
+            tokens=[self.tokens[i] for i in indices],
+            finish=[self.finish[i] for i in indices],
+            logprobs={new: self.logprobs[old] for new, old in enumerate(indices) if old in self.logprobs},
+            errors=self.errors,
+            num_preemptions=self.num_preemptions,
+            prompt_logprobs=self.prompt_logprobs,
+        )
