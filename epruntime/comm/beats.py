@@ -70,9 +70,7 @@ class ThreadPublisher:
                     return
 
 
-def publish(
-    bootstrap: RankBootstrap, stamps: Stamps, *, signature: dict[str, str], native: Any = None
-) -> Publisher:
+def publish(bootstrap: RankBootstrap, stamps: Stamps, *, signature: dict[str, str], native: Any = None) -> Publisher:
     """Connects, and starts the thread. Call it when the rank has joined.
 
     Args:

@@ -41,9 +41,7 @@ class ControlClient:
         self.generation = -1
 
     @classmethod
-    def connect(
-        cls, bootstrap: RankBootstrap, *, signature: dict[str, str], channel: str = CONTROL
-    ) -> ControlClient:
+    def connect(cls, bootstrap: RankBootstrap, *, signature: dict[str, str], channel: str = CONTROL) -> ControlClient:
         """Reaches the coordinator, proves the secret, checks its proof, and says who this rank is.
 
         Args:

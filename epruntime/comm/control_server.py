@@ -346,7 +346,9 @@ class ControlServer:
         if channel == BEATS:
             rank = self._ranks.get(info.slot)
             if rank is None or rank.info != info:
-                return HandshakeError(f"heartbeats of slot {info.slot}, incarnation {info.incarnation}, which is not here")
+                return HandshakeError(
+                    f"heartbeats of slot {info.slot}, incarnation {info.incarnation}, which is not here"
+                )
         first = self._reference
         if first is not None and first.signature != info.signature:
             keys = sorted(first.signature.keys() | info.signature.keys())

@@ -161,8 +161,8 @@ class GlooTransport(Transport):
         self._failure = RankLostError(
             slot=self._slots[peer],
             host=self._hosts[peer],
-            detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self._slots[self.rank]} after {after_s:.1f} s "
-            f"(limit {self._timeout_s:g} s): {_first_line(error)}",
+            detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self._slots[self.rank]} after "
+            f"{after_s:.1f} s (limit {self._timeout_s:g} s): {_first_line(error)}",
         )
         return self._failure
 

@@ -12,7 +12,6 @@ import msgpack
 from epruntime.comm.lifeline import die_with_parent
 from epruntime.errors import ProtocolError
 
-
 #: the connections of one rank: its conversation, and its heartbeats.
 CONTROL, BEATS = "control", "beats"
 

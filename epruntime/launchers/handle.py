@@ -1,4 +1,4 @@
-"""RankHandle: one rank as the engine uses it: calls, answers, and the news of its end."""
+"""RankHandle: one rank as the engine uses it: calls, answers, progress, and the news of its end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from epruntime.comm.control import Connection, RankInfo, error_of
 from epruntime.comm.frames import Message
 from epruntime.errors import ConfigError, EngineDeadError, EPRuntimeError, RankLostError
 from epruntime.launchers.base import RankProcess, Seat
+from epruntime.launchers.clock import LoopClock
+from epruntime.launchers.progress import Heartbeats, RankProgress
 
 logger = logging.getLogger("epruntime.launchers.handle")
 
@@ -36,15 +38,24 @@ class RankHandle:
 
     Attributes:
         seat: where it runs; incarnation: which process of its slot this is.
-        process: its process; connection: its control connection. None until started and joined.
+        process: its process; connection, beats: its connections. None until started and joined.
+        ready: done when it has joined with both connections, or failed to (LaunchError, HandshakeError).
+        condemned: done, with the reason, when it is to be killed as lost.
         lost: why it is gone; None while it is alive.
+
+    Args:
+        clock: ticked by whoever watches over the rank.
     """
 
-    def __init__(self, seat: Seat, incarnation: int) -> None:
+    def __init__(self, seat: Seat, incarnation: int, clock: LoopClock | None = None) -> None:
         self.seat, self.incarnation = seat, incarnation
         self.process: RankProcess | None = None
         self.connection: Connection | None = None
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.beats: Connection | None = None
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.condemned: asyncio.Future[str] = loop.create_future()
+        self.closed: asyncio.Future[str] = loop.create_future()
         self.lost: EngineDeadError | None = None
         self._info = RankInfo(
             slot=seat.slot,
@@ -56,6 +67,7 @@ class RankHandle:
         )
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
+        self._heartbeats = Heartbeats(clock or LoopClock())
 
     def __repr__(self) -> str:
         return f"RankHandle(slot={self.seat.slot}, host={self.seat.host!r}, lost={self.lost!r})"
@@ -64,6 +76,16 @@ class RankHandle:
     def info(self) -> RankInfo:
         """Who the rank is; pid and signature are there once it has joined."""
         return self._info
+
+    @property
+    def progress(self) -> RankProgress:
+        """What it last said that it was doing, and how long ago."""
+        return self._heartbeats.progress
+
+    def condemn(self, reason: str) -> None:
+        """Declares it lost: the pool kills its process, and tells everybody when that is confirmed dead."""
+        if not self.condemned.done():
+            self.condemned.set_result(reason)
 
     def call(
         self, type: str, timeout_s: float | None = None, *, on_progress: Progress | None = None, **body: Any
@@ -128,6 +150,19 @@ class RankHandle:
         connection.on_message = self._take
         connection.on_close = self._on_close
 
+    def beats_joined(self, connection: Connection) -> None:
+        """Takes the connection of its heartbeats: it is ready."""
+        self.beats = connection
+        self._heartbeats.begin()
+        connection.on_message = self._heartbeats.take
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def failed_to_start(self, error: EPRuntimeError) -> None:
+        """It will never be ready; nothing to do if it is."""
+        if not self.ready.done():
+            _fail(self.ready, error)
+
     def fail(self, error: EngineDeadError) -> None:
         """No answer will come any more: every pending and future call fails with `error`."""
         if self.lost is None:
@@ -191,7 +226,7 @@ class RankHandle:
                 _fail(pending.future, error)
 
 
-def _fail(future: asyncio.Future[Reply], error: BaseException) -> None:
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     future.set_exception(error)
     # Whoever dropped the future does not want the error, and learns of a lost rank through on_lost.
     future.exception()

@@ -1,6 +1,7 @@
 """RankPool: ranks that are up and have proved themselves, whatever launched them.
 
 start: launcher.place -> listen -> spawn -> ranks join -> stop listening          stop: ask, terminate, kill, confirm
+watch: process ends | connection ends | condemned (no heartbeats, stuck) -> kill -> confirmed dead -> lost -> replace
 
 A pool outlives models and generations; engines configure it, load, unload, and configure it again.
 """
@@ -11,13 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from epruntime.comm import auth
-from epruntime.comm.control import Connection, ControlServer, RankBootstrap
+from epruntime.comm.control import Connection, ControlServer, RankBootstrap, RankInfo
 from epruntime.errors import (
     ConfigError,
     ConnectionClosedError,
@@ -27,6 +26,8 @@ from epruntime.errors import (
     RankLostError,
 )
 from epruntime.launchers.base import Launcher, RankProcess
+from epruntime.launchers.clock import TICK_S, LoopClock
+from epruntime.launchers.door import Door
 from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.store import host_store
 
@@ -48,29 +49,29 @@ _PLACE_GRACE_S = 1.0
 #: seconds between the end of a rank's connection and the end of its process that count as one event.
 _SETTLE_S = 2.0
 
-#: longest path of a Unix socket that every system takes, bytes.
-_MAX_SOCKET_PATH = 100
-_SOCKET_NAME = "control"
-
 
 class RankPool:
     """A set of ranks. Make it with `RankPool.start`; it belongs to the asyncio loop it was started on.
 
     Attributes:
-        ranks: handles in slot order.
+        ranks: handles in slot order; a replaced rank has a new one.
+        heartbeat_timeout_s: seconds of silence after which a rank is killed as lost.
     """
 
     def __init__(self, launcher: Launcher, *, device: str = "cpu") -> None:
         self.ranks: list[RankHandle] = []
+        self.heartbeat_timeout_s = 10.0
         self._launcher, self._device = launcher, device
         self._loop = asyncio.get_running_loop()
         self._secret = auth.new_secret()
-        self._server = ControlServer(self._secret, on_join=self._on_join, on_refused=self._on_refused)
-        self._socket_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._server = ControlServer(
+            self._secret, on_join=self._on_join, on_beats=self._on_beats, on_refused=self._on_refused
+        )
+        self._door: Door | None = None
+        self._clock = LoopClock()
         # Held here and nowhere else: the store ends when this lets go of it.
         self._store: asyncio.Future[tuple[TCPStore, int]] | None = None
         self._store_address = ("", 0)
-        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._generations = itertools.count()
         self._lost_callbacks: list[Callable[[RankLostError], None]] = []
         self._spawning: set[asyncio.Task[None]] = set()
@@ -86,6 +87,7 @@ class RankPool:
         ray_address: str | None = None,
         threads_per_rank: int | None = None,
         start_timeout_s: float = 120.0,
+        heartbeat_timeout_s: float = 10.0,
         device: str = "cpu",
     ) -> RankPool:
         """Starts `num_ranks` ranks and waits until all have joined. On any failure, also when it is cancelled,
@@ -96,6 +98,7 @@ class RankPool:
             ray_address: with "ray", an existing cluster; None starts one on this machine.
             threads_per_rank: compute threads per rank; None divides each host's cores.
             start_timeout_s: seconds within which all must have joined.
+            heartbeat_timeout_s: seconds of silence of a rank's progress thread after which it is killed as lost.
             device: torch device type of the ranks, "cpu" or "cuda".
 
         Raises:
@@ -108,6 +111,7 @@ class RankPool:
         if isinstance(launcher, str):
             launcher = make_launcher(launcher, ray_address=ray_address, device=device)
         pool = cls(launcher, device=device)
+        pool.heartbeat_timeout_s = heartbeat_timeout_s
         try:
             # The launcher's own deadline comes first: it knows what there was no room for.
             async with asyncio.timeout(start_timeout_s + _PLACE_GRACE_S):
@@ -162,24 +166,64 @@ class RankPool:
         assert [seat.slot for seat in seats] == list(range(num_ranks))
         host = self._launcher.control_host
         self._store = self._loop.run_in_executor(None, host_store, host or LOOPBACK)
-        if host is None:
-            self._socket_dir = _private_directory()
-            address = await self._server.listen_unix(f"{self._socket_dir.name}/{_SOCKET_NAME}")
-        else:
-            address = await self._server.listen_tcp(host)
-        self.ranks = [RankHandle(seat, incarnation=0) for seat in seats]
-        for rank in self.ranks:
-            self._server.expect(rank.seat.slot, rank.incarnation)
-            self._background(self._spawning, self._spawn(rank, address, timeout_s))
-        self._store_address = (host or LOOPBACK, (await self._store)[1])
-        await asyncio.shield(self._ready)
-        self._close_door()
+        self._door = Door(self._server, host)
+        self._background(self._watching, self._watch_heartbeats())
+        async with self._door.open() as address:
+            self.ranks = [RankHandle(seat, incarnation=0, clock=self._clock) for seat in seats]
+            for rank in self.ranks:
+                self._begin(rank, address, timeout_s)
+            self._store_address = (host or LOOPBACK, (await self._store)[1])
+            ready = [rank.ready for rank in self.ranks]
+            done, _ = await asyncio.wait(ready, return_when=asyncio.FIRST_EXCEPTION)
+            for joined in done:
+                joined.result()
         logger.info(
             "%d ranks are up (%s): %s",
             num_ranks,
             self._launcher.name,
             ", ".join(f"{r.info.slot} on {r.info.host} pid {r.info.pid}" for r in self.ranks),
         )
+
+    async def replace(self, slot: int, *, timeout_s: float) -> RankHandle:
+        """Puts a new rank into a slot: the same seat, the next incarnation. The old one is killed if it still lives.
+
+        Args:
+            timeout_s: seconds within which the new rank must have joined.
+
+        Raises:
+            LaunchError: the old one could not be confirmed dead, or the new one did not start; the slot stays lost.
+            HandshakeError: the new one is refused. EngineDeadError: the pool was stopped.
+        """
+        old = self.ranks[slot]
+        if self._stop_task is not None or self._door is None:
+            raise EngineDeadError("the rank pool was stopped")
+        if old.process is not None and not old.process.exited.done():
+            old.condemn("it is being replaced")
+            await asyncio.wait([old.process.exited], timeout=_KILL_S)
+            if not old.process.exited.done():
+                raise LaunchError(
+                    f"rank {slot} on host {old.seat.host}, pid {old.info.pid}, could not be confirmed dead within "
+                    f"{_KILL_S:g} s: it is not replaced, for two of it would answer"
+                )
+        rank = RankHandle(old.seat, incarnation=old.incarnation + 1, clock=self._clock)
+        self.ranks[slot] = rank
+        async with self._door.open() as address:
+            self._begin(rank, address, timeout_s)
+            await asyncio.wait([rank.ready], timeout=timeout_s)
+        rank.failed_to_start(
+            LaunchError(f"rank {slot} on host {rank.seat.host} did not join within {timeout_s:g} s{_said(rank)}")
+        )
+        failure = rank.ready.exception()
+        if failure is not None:
+            rank.fail(RankLostError(slot=slot, host=rank.seat.host, detail=f"it did not start again: {failure}"))
+            await self._stop_rank(rank)
+            raise failure
+        logger.info("rank %d on %s is up again, pid %d", slot, rank.info.host, rank.info.pid)
+        return rank
+
+    def _begin(self, rank: RankHandle, address: str, timeout_s: float) -> None:
+        self._server.expect(rank.seat.slot, rank.incarnation)
+        self._background(self._spawning, self._spawn(rank, address, timeout_s))
 
     async def _spawn(self, rank: RankHandle, address: str, timeout_s: float) -> None:
         seat = rank.seat
@@ -197,33 +241,32 @@ class RankPool:
         try:
             rank.process = await self._launcher.spawn(bootstrap)
         except LaunchError as error:
-            self._fail_start(error)
+            rank.failed_to_start(error)
             return
         except Exception as error:  # noqa: BLE001 - whatever a launcher's library raises, nobody must wait for this rank
             failure = LaunchError(
                 f"rank {seat.slot} on host {seat.host} could not be started: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-            self._fail_start(failure)
+            rank.failed_to_start(failure)
             return
         self._background(self._watching, self._watch(rank))
 
     def _on_join(self, connection: Connection) -> None:
         assert connection.info is not None
         self.ranks[connection.info.slot].joined(connection)
-        if not self._ready.done() and all(rank.connection is not None for rank in self.ranks):
-            self._ready.set_result(None)
 
-    def _on_refused(self, slot: int, error: HandshakeError) -> None:
-        self._fail_start(error)
+    def _on_beats(self, connection: Connection) -> None:
+        assert connection.info is not None
+        self.ranks[connection.info.slot].beats_joined(connection)
 
-    def _fail_start(self, error: LaunchError | HandshakeError) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # _start may be elsewhere, and fail with something else
+    def _on_refused(self, info: RankInfo, error: HandshakeError) -> None:
+        # One of an earlier incarnation that comes late says nothing about the one that is expected.
+        if info.slot < len(self.ranks) and info.incarnation == self.ranks[info.slot].incarnation:
+            self.ranks[info.slot].failed_to_start(error)
 
     def _missing(self, num_ranks: int, timeout_s: float) -> str:
-        absent = [rank for rank in self.ranks if rank.connection is None]
+        absent = [rank for rank in self.ranks if not rank.ready.done()]
         if not absent:
             return f"{num_ranks} ranks were asked for and not started within {timeout_s:g} s (start_timeout_s)"
         lines = []
@@ -235,45 +278,58 @@ class RankPool:
             + "\n".join(lines)
         )
 
-    def _close_door(self) -> None:
-        """Nobody else is expected: no listener and no file stays behind, even if this process is killed."""
-        self._server.close_listeners()
-        if self._socket_dir is not None:
-            self._socket_dir.cleanup()
-            self._socket_dir = None
-
     # watching
 
+    async def _watch_heartbeats(self) -> None:
+        """Condemns ranks that are silent for too long."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._clock.tick()
+            for rank in self.ranks:
+                silent_s = rank.progress.silent_s
+                if rank.ready.done() and rank.lost is None and silent_s > self.heartbeat_timeout_s:
+                    rank.condemn(
+                        f"no heartbeat for {silent_s:.1f} s (heartbeat_timeout_s={self.heartbeat_timeout_s:g}): its "
+                        "process is stopped, or its host is gone or out of memory"
+                    )
+
     async def _watch(self, rank: RankHandle) -> None:
-        """Waits for the end of a rank, by its process or its connection, whichever is first, and reports it."""
+        """Waits for the end of a rank, by its process, its connection or a verdict, and reports it."""
         process = rank.process
         assert process is not None
-        await asyncio.wait([process.exited, rank.closed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([process.exited, rank.closed, rank.condemned], return_when=asyncio.FIRST_COMPLETED)
         if self._stop_task is not None:
             return
-        # What it still said before it ended arrives first; and a closed connection mostly means a dying process.
-        waiting = [process.exited] if rank.connection is None else [process.exited, rank.closed]
-        await asyncio.wait(waiting, timeout=_SETTLE_S)
+        progress = str(rank.progress)
+        if not rank.condemned.done():
+            # What it still said before it ended arrives first; and a closed connection mostly means a dying process.
+            waiting = [process.exited] if rank.connection is None else [process.exited, rank.closed]
+            await asyncio.wait(waiting, timeout=_SETTLE_S)
         if process.exited.done():
             how = process.exited.result()
         else:
-            logger.error("rank %d left the control channel but runs on: killing it", rank.seat.slot)
+            if rank.condemned.done():
+                how = rank.condemned.result()
+            else:
+                how = f"it left the control channel ({rank.closed.result()}) while its process was running"
+            logger.error("rank %d on host %s, killing it: %s", rank.seat.slot, rank.seat.host, how)
             process.kill()
             await asyncio.wait([process.exited], timeout=_KILL_S)
-            how = f"it left the control channel ({rank.closed.result()}) while its process was running; "
-            how += "killed" if process.exited.done() else "its process could not be confirmed dead"
+            how += "; killed" if process.exited.done() else "; its process could not be confirmed dead"
         if self._stop_task is None:
-            self._lose(rank, how)
+            self._lose(rank, how, progress)
 
-    def _lose(self, rank: RankHandle, how: str) -> None:
-        self._fail_start(
+    def _lose(self, rank: RankHandle, how: str, progress: str) -> None:
+        rank.failed_to_start(
             LaunchError(f"rank {rank.seat.slot} on host {rank.seat.host} ended during start: {how}{_said(rank)}")
         )
         if rank.connection is None:
             return
         rank.connection.abort(how)
+        if rank.beats is not None:
+            rank.beats.abort(how)
         activity = rank.activity()
-        detail = how + (f"; unanswered: {activity}" if activity else "") + _said(rank)
+        detail = f"{how}; {progress}" + (f"; unanswered: {activity}" if activity else "") + _said(rank)
         error = RankLostError(slot=rank.seat.slot, host=rank.seat.host, detail=detail)
         logger.error("%s", error)
         rank.fail(error)
@@ -293,7 +349,8 @@ class RankPool:
             last_first.callback(self._close_store)
             last_first.push_async_callback(self._launcher.release)
             last_first.callback(self._server.close)
-            last_first.callback(self._close_door)
+            if self._door is not None:
+                last_first.callback(self._door.close)
             for task in list(self._spawning):
                 task.cancel()
             await asyncio.gather(*self._spawning, return_exceptions=True)
@@ -303,7 +360,9 @@ class RankPool:
             await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def _stop_rank(self, rank: RankHandle) -> None:
-        rank.fail(EngineDeadError("the rank pool was stopped"))
+        stopped = EngineDeadError("the rank pool was stopped")
+        rank.fail(stopped)
+        rank.failed_to_start(stopped)
         process, connection = rank.process, rank.connection
         if process is not None:
             try:
@@ -318,8 +377,9 @@ class RankPool:
                     rank.seat.host,
                     rank.info.pid,
                 )
-        if connection is not None:
-            connection.abort("the rank pool was stopped")
+        for end in (connection, rank.beats):
+            if end is not None:
+                end.abort("this rank was stopped")
 
     async def _end_process(self, process: RankProcess, connection: Connection | None) -> None:
         if connection is not None and connection.is_open:
@@ -357,15 +417,6 @@ def make_launcher(name: str, *, ray_address: str | None, device: str) -> Launche
             raise ConfigError(f"launcher='ray' needs Ray ({error}): pip install 'epruntime[ray]'") from error
         return RayLauncher(address=ray_address, device=device)
     raise ConfigError(f"launcher={name!r}: must be local or ray")
-
-
-def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    """A fresh directory that only this user can enter, short enough for the path of a Unix socket in it."""
-    directory = tempfile.TemporaryDirectory(prefix="epruntime-", ignore_cleanup_errors=True)  # mode 0700
-    if len(os.fsencode(directory.name)) > _MAX_SOCKET_PATH - len(_SOCKET_NAME) - 1:
-        directory.cleanup()
-        directory = tempfile.TemporaryDirectory(prefix="epruntime-", dir="/tmp", ignore_cleanup_errors=True)
-    return directory
 
 
 def _said(rank: RankHandle) -> str:

@@ -122,6 +122,7 @@ class RayProcess(RankProcess):
             self._killing = self._loop.create_task(self._kill())
 
     async def _kill(self) -> None:
+        self._kill_process()  # at once where it can be; Ray takes its time with one that does not answer
         await self._thread.run(lambda: _kill_actor(self.actor))
         await asyncio.wait([self.exited], timeout=_RAY_KILL_S)
         self._kill_process()

@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
+from epruntime.comm.beats import publish
 from epruntime.comm.control import ControlClient, RankBootstrap, failed, receive_bootstrap
+from epruntime.comm.progress import Phase, Stamps
 from epruntime.errors import UnsupportedModelError
 
 #: the kernel signature it shows; with `:SLOT` in front only on that slot.
@@ -29,13 +31,18 @@ def run_rank(bootstrap: RankBootstrap) -> None:
         sys.exit(3)
     if absent == f"{bootstrap.slot}:wait":
         time.sleep(600)
-    with ControlClient.connect(bootstrap, signature=_signature(bootstrap.slot)) as client:
+    signature, stamps = _signature(bootstrap.slot), Stamps()
+    with ControlClient.connect(bootstrap, signature=signature) as client:
         client.exit_on_hangup()
+        heartbeats = publish(bootstrap, stamps, signature=signature)
         while True:
             message = client.recv()
             if message["type"] == "shutdown":
+                heartbeats.stop()
                 return
+            stamps.enter(Phase.FORWARD, step=message["id"], note=message["type"])
             _act(client, bootstrap, message)
+            stamps.enter(Phase.IDLE)
 
 
 def _act(client: ControlClient, bootstrap: RankBootstrap, message: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from epruntime.errors import (
     RankLostError,
     UnsupportedModelError,
 )
+from epruntime.launchers import door as door_module
 from epruntime.launchers import pool as pool_module
 from epruntime.launchers.cores import threads_each, usable_cores
 from epruntime.launchers.local import LocalLauncher, exit_text
@@ -102,14 +103,14 @@ def test_secret_is_in_no_argument_environment_or_log(caplog):
 
 def test_the_socket_lies_in_a_private_directory(monkeypatch):
     modes = []
-    real = pool_module._private_directory
+    real = door_module.private_directory
 
     def spy():
         directory = real()
         modes.append(stat.S_IMODE(Path(directory.name).stat().st_mode))
         return directory
 
-    monkeypatch.setattr(pool_module, "_private_directory", spy)
+    monkeypatch.setattr(door_module, "private_directory", spy)
 
     async def body():
         async with pool_of(1):
