@@ -11,17 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.errors import EngineDeadError, EPRuntimeError
+from epruntime.serve.access import AccessCheck
+from epruntime.serve.address import is_loopback
 from epruntime.serve.engine import Engine
 from epruntime.serve.gate import Gate
 from epruntime.serve.grpc.server import GrpcServer
 from epruntime.serve.progress import ProgressLog
+
+if TYPE_CHECKING:
+    from epruntime.serve.openai.server import HttpServer
 
 logger = logging.getLogger("epruntime.serve.server")
 
@@ -30,6 +36,49 @@ CreateEngine = Callable[..., Awaitable[Engine]]
 
 #: How long a server with a dead engine still tells clients and health probes why, before it exits.
 DEAD_LINGER_S = 5.0
+_OPEN_FILES = 65536
+
+
+class FrontEnds:
+    """gRPC and, where the configuration has it, HTTP, on one gate.
+
+    Raises:
+        ConfigError: a TLS file that does not work.
+    """
+
+    def __init__(self, config: ServeConfig, gate: Gate) -> None:
+        self._config = config
+        self._grpc = GrpcServer(config, gate)
+        self._http: HttpServer | None = None
+        if config.http:
+            from epruntime.serve.openai.server import HttpServer
+
+            self._http = HttpServer(config, gate)
+
+    async def start(self) -> str:
+        """Listens; returns the addresses in words.
+
+        Raises:
+            ConfigError: one of them cannot be bound, with the reason.
+        """
+        where = f"gRPC on {await self._grpc.start()}"
+        if self._http is not None:
+            where += f", HTTP on {await self._http.start()}"
+        self._warn(where)
+        return where
+
+    async def stop(self) -> None:
+        """Stops listening; streams get a moment to write what they hold."""
+        await asyncio.gather(self._grpc.stop(), *(() if self._http is None else (self._http.stop(),)))
+
+    def _warn(self, where: str) -> None:
+        config = self._config
+        if is_loopback(config.host):
+            return
+        if not AccessCheck.of(config) and config.ssl_ca_certs is None:
+            logger.warning("%s: anyone who reaches it can use this server; set EPRUNTIME_API_KEY or --api-key", where)
+        if config.ssl_certfile is None:
+            logger.warning("%s: requests and tokens cross the network unencrypted; set --ssl-certfile", where)
 
 
 class Signals:
@@ -70,7 +119,8 @@ def run_server(
 ) -> int:
     """Serves until a signal ends it or the engine dies; blocks.
 
-    When requests are taken, prints one line to stdout: `epruntime is ready: gRPC on HOST:PORT`.
+    When requests are taken, prints one line to stdout: `epruntime is ready: gRPC on HOST:PORT, HTTP on URL`
+    (without HTTP it ends after the first address).
 
     Args:
         create_engine: makes the engine; default: AsyncLLM.create.
@@ -83,6 +133,7 @@ def run_server(
         from epruntime.engine.async_llm import AsyncLLM
 
         create_engine = AsyncLLM.create
+    _raise_open_files()
     try:
         return asyncio.run(_serve(llm_config, serve_config, create_engine))
     except EPRuntimeError as error:
@@ -91,21 +142,29 @@ def run_server(
         return 1
 
 
+def _raise_open_files() -> None:
+    """Each connection is an open file, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_engine: CreateEngine) -> int:
     gate = Gate()
-    server = GrpcServer(serve_config, gate)
+    front_ends = FrontEnds(serve_config, gate)
     engine: Engine | None = None
     with Signals() as signals:
-        where = await server.start()
         try:
+            where = await front_ends.start()
             engine = await _create(llm_config, create_engine, signals)
             if engine is None:
                 return signals.exit_code
             gate.ready(engine)
-            print(f"epruntime is ready: gRPC on {where}", flush=True)
+            print(f"epruntime is ready: {where}", flush=True)
             return await _until_stopped(gate, engine, serve_config, signals)
         finally:
-            await server.stop()  # first, so that streams end as the gate says
+            await front_ends.stop()  # first, so that streams end as the gate says
             if engine is not None:
                 await engine.shutdown()
 

@@ -19,6 +19,11 @@ BODY_S = 60.0
 #: What is read and thrown away of a body that is too large, in multiples of the limit and in seconds: most clients
 #: read no answer before they have sent all, and would see a reset connection instead of the reason.
 _DISCARD, _DISCARD_S = 4, 10.0
+#: Fields of several types, in words; pydantic would name only the first type.
+_FORMS = {
+    "prompt": "must be a string, a list of strings, token ids, or a list of lists of token ids",
+    "stop": "must be a string or a list of strings",
+}
 
 
 async def read(request: Request, kind: type[M], limit: int) -> M:
@@ -74,6 +79,8 @@ async def _read(request: Request, limit: int) -> bytes:
 def _refusal(error: pydantic.ValidationError) -> InvalidRequestError:
     """The first thing that is wrong, in our words."""
     first: Any = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] != "missing" and first["loc"][0] in _FORMS:
+        return InvalidRequestError(_FORMS[first["loc"][0]], field=first["loc"][0])
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"][:1].lower() + first["msg"][1:]
     value = first["input"]

@@ -22,17 +22,17 @@ class CompletionLogprobs:
     def __init__(self) -> None:
         self._offset = 0
 
-    def json(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> dict[str, Any]:
+    def json(self, token_ids: Sequence[int], entries: Sequence[Entry | None], first: str = "") -> dict[str, Any]:
         """
         Args:
-            entries: for each token; None for a prompt's first, which nothing predicts.
+            entries: for each token; None for a prompt's first, which nothing predicts. first: its text.
         """
         tokens: list[str] = []
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token, entry in zip(token_ids, entries, strict=True):
-            tokens.append(_text(token, None if entry is None else entry[token]))
+            tokens.append(first if entry is None else _text(token, entry[token]))
             chosen.append(None if entry is None else _number(entry[token]))
             top.append(None if entry is None else _by_text(entry))
             offsets.append(self._offset)
@@ -72,9 +72,9 @@ def _by_text(entry: Entry) -> dict[str, float]:
     return dict(reversed(found.items()))
 
 
-def _text(token: int, entry: Logprob | None) -> str:
+def _text(token: int, entry: Logprob) -> str:
     """A model without a tokenizer has no texts; its tokens go by number."""
-    return entry.decoded_token if entry is not None and entry.decoded_token else f"token_id:{token}"
+    return entry.decoded_token or f"token_id:{token}"
 
 
 def _number(entry: Logprob) -> float:
