@@ -10,15 +10,15 @@ from typing import Any
 
 from epruntime.errors import InvalidRequestError
 from epruntime.proto import inference_pb2 as pb
-from epruntime.sampling_params import SamplingParams
 from epruntime.serve.expert_load import expert_load
-from epruntime.serve.gate import Gate
+from epruntime.serve.gate import Gate, ServerState
 from epruntime.version import __version__
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 #: Fields of the SamplingParams message that are `optional`, and so can be absent.
 _OPTIONAL = tuple(f.name for f in pb.SamplingParams.DESCRIPTOR.fields if f.has_presence)
-_REPEATED = tuple(f.name for f in pb.SamplingParams.DESCRIPTOR.fields if not f.has_presence)
+_LISTS = ("stop", "stop_token_ids")
+_MODEL_FACTS = tuple(f.name for f in pb.GetModelInfoResponse.DESCRIPTOR.fields if f.name != "default_sampling")
 UNLIMITED_TOKENS = -1
 
 
@@ -37,7 +37,7 @@ def request_id_of(request: pb.GenerateRequest) -> str:
     return request.request_id
 
 
-def prompt_of(request: pb.GenerateRequest) -> str | dict[str, Any]:
+def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | dict[str, Any]:
     """The prompt in the form that the engine takes.
 
     Raises:
@@ -45,7 +45,8 @@ def prompt_of(request: pb.GenerateRequest) -> str | dict[str, Any]:
     """
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequestError("is missing; send text, token_ids or chat", field="prompt")
+        kinds = "text, token_ids or chat" if isinstance(request, pb.GenerateRequest) else "text or chat"
+        raise InvalidRequestError(f"is missing; send {kinds}", field="prompt")
     if kind == "text":
         return request.text
     if kind == "token_ids":
@@ -62,18 +63,37 @@ def prompt_of(request: pb.GenerateRequest) -> str | dict[str, Any]:
     return {"messages": [{"role": m.role, "content": m.content} for m in request.chat.messages]}
 
 
-def sampling_params_of(request: pb.GenerateRequest) -> SamplingParams:
-    """The sampling parameters; what is absent takes SamplingParams' default.
+def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
+    """The fields that are given, for `Engine.sampling_params`."""
+    given: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    if given.get("max_tokens") == UNLIMITED_TOKENS:
+        given["max_tokens"] = None
+    given.update({name: tuple(getattr(message, name)) for name in _LISTS if getattr(message, name)})
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    return given
 
-    Raises:
-        InvalidRequestError: from SamplingParams, with the field's name.
-    """
-    message = request.sampling
-    values = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    values.update({name: tuple(getattr(message, name)) for name in _REPEATED})
-    if values.get("max_tokens") == UNLIMITED_TOKENS:
-        values["max_tokens"] = None
-    return SamplingParams(**values)
+
+def model_info(facts: dict[str, Any]) -> pb.GetModelInfoResponse:
+    """`Engine.model_info` as a message."""
+    message = pb.GetModelInfoResponse(**{name: facts[name] for name in _MODEL_FACTS})
+    for name, value in facts["default_sampling"].items():
+        if name == "max_tokens" and value is None:
+            value = UNLIMITED_TOKENS
+        if name in _LISTS:
+            getattr(message.default_sampling, name).extend(value)
+        elif name == "logit_bias":
+            message.default_sampling.logit_bias.update(value)
+        elif value is not None:
+            setattr(message.default_sampling, name, value)
+    return message
+
+
+def state_of(gate: Gate) -> tuple[str, str]:
+    """Name of the server's state, and words where it is not READY. While the gate is open the engine's state counts."""
+    if gate.state is ServerState.READY and gate.engine is not None:
+        return gate.engine.status.state.name, gate.reason
+    return gate.state.name, gate.reason
 
 
 def server_info(gate: Gate, info: dict[str, Any]) -> pb.GetServerInfoResponse:
@@ -83,6 +103,7 @@ def server_info(gate: Gate, info: dict[str, Any]) -> pb.GetServerInfoResponse:
         info: what `Engine.info` returned; empty while there is no live engine.
     """
     engine = info.get("engine", {})
+    state, reason = state_of(gate)
     ranks = [
         pb.Rank(
             slot=rank["slot"],
@@ -96,8 +117,8 @@ def server_info(gate: Gate, info: dict[str, Any]) -> pb.GetServerInfoResponse:
     ]
     return pb.GetServerInfoResponse(
         version=__version__,
-        state=pb.ServerState.Value(f"SERVER_STATE_{gate.state.name}"),
-        state_reason=gate.reason,
+        state=pb.ServerState.Value(f"SERVER_STATE_{state}"),
+        state_reason=reason,
         model=info.get("model", {}).get("name", ""),
         uptime_s=time.time() - gate.started,
         running_requests=len(gate.live),

@@ -1,9 +1,9 @@
 """The Inference service on an Engine.
 
-GenerateRequest -> convert -> Engine.generate -> DeltaTracker -> GenerateResponse, one write at a time
+GenerateRequest -> convert -> Engine.stream -> Pieces -> GenerateResponse, one write at a time
 
-Backpressure: the next output is asked for when the last write has been taken by gRPC's flow control. Outputs are
-cumulative, so a slow reader gets fewer, larger messages, and holds nothing but its own request.
+Backpressure: the next message is made when the last write has been taken by gRPC's flow control. The engine merges what
+a slow reader has not fetched, so such a reader gets fewer, larger messages, and holds nothing but its own request.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from epruntime.outputs import RequestDelta
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto import keys
 from epruntime.serve.gate import Gate
-from epruntime.serve.grpc import status
-from epruntime.serve.grpc.convert import prompt_of, request_id_of, sampling_params_of, server_info
-from epruntime.serve.grpc.delta import DeltaTracker
+from epruntime.serve.grpc import convert, status
+from epruntime.serve.grpc.pieces import Pieces
 
 logger = logging.getLogger("epruntime.serve.grpc.servicer")
 
@@ -36,7 +36,7 @@ class Malformed:
 
 
 class InferenceServicer:
-    """Generate, Abort and GetServerInfo. Every failure is a status (see status.py)."""
+    """The methods of the Inference service. Every failure is a status (see status.py)."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -46,7 +46,7 @@ class InferenceServicer:
         request_id = ""
         try:
             message: pb.GenerateRequest = _parsed(request)
-            request_id = request_id_of(message)
+            request_id = convert.request_id_of(message)
             await self._generate(message, request_id, context)
         except grpc.aio.BaseError:
             # raised by a write or a status on a call that is over: the client has gone, and nobody is left to tell
@@ -59,16 +59,21 @@ class InferenceServicer:
 
     async def _generate(self, request: pb.GenerateRequest, request_id: str, context: grpc.aio.ServicerContext) -> None:
         engine = self._gate.admit()
-        prompt, params = prompt_of(request), sampling_params_of(request)
-        tracker = DeltaTracker(request_id)
+        prompt = convert.prompt_of(request)
+        params = engine.sampling_params(**convert.sampling_of(request.sampling))
+        pieces = Pieces(request_id, tell_prompt=request.return_prompt_token_ids)
         with self._gate.claim(request_id):
-            await context.send_initial_metadata(((keys.REQUEST_ID, request_id),))
-            async with aclosing(engine.generate(prompt, params, request_id=request_id)) as stream:
-                async for output in stream:
-                    if self._gate.closing is not None and _aborted(output.outputs):
+            async with aclosing(engine.stream(prompt, params, request_id=request_id)) as stream:
+                admitted = False
+                async for delta in stream:
+                    if not admitted:
+                        # not before: an answer without them is one that gRPC's own retry policies may try again
+                        await context.send_initial_metadata(((keys.REQUEST_ID, request_id),))
+                        admitted = True
+                    if self._gate.closing is not None and _aborted(delta):
                         raise self._gate.closing
-                    for response in tracker.responses(output):
-                        await context.write(response)
+                    for piece in pieces.of(delta):
+                        await context.write(piece)
 
     async def Abort(self, request: pb.AbortRequest | Malformed, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         try:
@@ -91,7 +96,39 @@ class InferenceServicer:
                     info = await engine.info()
                 except EngineDeadError:
                     logger.debug("the engine died while it was asked for its facts", exc_info=True)
-            return server_info(self._gate, info)
+            return convert.server_info(self._gate, info)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        try:
+            _parsed(request)
+            return convert.model_info(self._gate.reach().model_info)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest | Malformed, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        try:
+            message: pb.TokenizeRequest = _parsed(request)
+            text, token_ids = await self._gate.reach().tokenize(convert.prompt_of(message))
+            rendered = text or "" if message.HasField("chat") else ""
+            return pb.TokenizeResponse(token_ids=token_ids, text=rendered)
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest | Malformed, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        try:
+            message: pb.DetokenizeRequest = _parsed(request)
+            text = await self._gate.reach().detokenize(
+                list(message.token_ids), skip_special_tokens=message.skip_special_tokens
+            )
+            return pb.DetokenizeResponse(text=text)
         except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
             await status.abort(context, error)
 
@@ -101,17 +138,20 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
     (With gRPC's own, a message that does not parse ends as UNKNOWN or INTERNAL: a fault of the server.)
     """
-    methods = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            servicer.Generate, _parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
-        ),
-        "Abort": grpc.unary_unary_rpc_method_handler(
-            servicer.Abort, _parser(pb.AbortRequest), pb.AbortResponse.SerializeToString
-        ),
-        "GetServerInfo": grpc.unary_unary_rpc_method_handler(
-            servicer.GetServerInfo, _parser(pb.GetServerInfoRequest), pb.GetServerInfoResponse.SerializeToString
-        ),
+    unary = {
+        name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name), _parser(kind), answer.SerializeToString)
+        for name, kind, answer in (
+            ("Abort", pb.AbortRequest, pb.AbortResponse),
+            ("GetServerInfo", pb.GetServerInfoRequest, pb.GetServerInfoResponse),
+            ("GetModelInfo", pb.GetModelInfoRequest, pb.GetModelInfoResponse),
+            ("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse),
+            ("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse),
+        )
     }
+    generate = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate, _parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
+    )
+    methods = {"Generate": generate, **unary}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(keys.SERVICE, methods),))
 
 
@@ -131,5 +171,5 @@ def _parsed(request: Any) -> Any:
     return request
 
 
-def _aborted(outputs: list[Any]) -> bool:
-    return any(output.finish_reason == "abort" for output in outputs)
+def _aborted(delta: RequestDelta) -> bool:
+    return any(output.finish_reason == "abort" for output in delta.outputs)

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf import any_pb2, duration_pb2  # type: ignore[import-untyped]
 
 from epruntime.errors import EPRuntimeError, InvalidRequestError, RankLostError, status_of
 from epruntime.proto import keys
@@ -17,7 +18,10 @@ logger = logging.getLogger("epruntime.serve.grpc.status")
 MAX_TEXT_BYTES = 4096
 _MAX_VALUE_BYTES = 256
 
-Metadata = tuple[tuple[str, str], ...]
+#: Texts above this are not repeated in the status details, for the same limit on headers.
+_MAX_DETAILS_TEXT_BYTES = 1024
+
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 async def abort(context: grpc.aio.ServicerContext, error: Exception, request_id: str = "") -> NoReturn:
@@ -27,25 +31,59 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception, request_id:
     if not isinstance(error, EPRuntimeError):
         logger.error("internal error in request %r", request_id, exc_info=error)
         text = f"internal error of the server ({type(error).__name__}: {error}); its log has more"
-    await context.abort(grpc.StatusCode[code], clip(text), metadata_of(error, request_id))
+    status, text = grpc.StatusCode[code], clip(text)
+    await context.abort(status, text, metadata_of(error, request_id) + retry_metadata(error, status, text))
     raise AssertionError("abort returned")
 
 
 def metadata_of(error: Exception, request_id: str = "") -> Metadata:
-    """Trailing metadata of `error`: who, where, and when a retry makes sense."""
+    """Trailing metadata of `error`: what, who and where."""
     pairs: list[tuple[str, str]] = []
     if isinstance(error, EPRuntimeError):
         pairs.append((keys.ERROR, type(error).__name__))
     if isinstance(error, InvalidRequestError) and error.field:
         pairs.append((keys.FIELD, error.field))
-    retry_after_s = getattr(error, "retry_after_s", None)
-    if retry_after_s is not None:
-        pairs.append((keys.RETRY_AFTER_MS, str(round(retry_after_s * 1000))))
     if isinstance(error, RankLostError):
         pairs += [(keys.RANK, str(error.slot)), (keys.HOST, error.host)]
     if request_id:
         pairs.append((keys.REQUEST_ID, request_id))
     return tuple((key, _ascii(value)) for key, value in pairs)
+
+
+def retry_metadata(error: Exception, status: grpc.StatusCode, text: str) -> Metadata:
+    """When a retry of a call that ended with `error` makes sense: in our own words, and in gRPC's two forms."""
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None:
+        return ()
+    millis = str(round(retry_after_s * 1000))
+    pairs: Metadata = ((keys.RETRY_AFTER_MS, millis), (keys.RETRY_PUSHBACK_MS, millis))
+    if len(text.encode()) <= _MAX_DETAILS_TEXT_BYTES:
+        pairs += ((keys.STATUS_DETAILS, _status_details(int(status.value[0]), text, int(millis))),)
+    return pairs
+
+
+def _status_details(code: int, text: str, retry_after_ms: int) -> bytes:
+    """A google.rpc.Status with one google.rpc.RetryInfo (both in googleapis, google/rpc/).
+
+    Written out field by field, as the package that has them generated is not needed for anything else.
+    """
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(retry_after_ms)
+    info = any_pb2.Any(  # RetryInfo{retry_delay = 1: Duration}
+        type_url="type.googleapis.com/google.rpc.RetryInfo", value=_field(1, delay.SerializeToString())
+    )
+    # Status{code = 1: int32, message = 2: string, details = 3: repeated Any}; codes are below 128
+    return bytes([0x08, code]) + _field(2, text.encode()) + _field(3, info.SerializeToString())
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A length-delimited field of a protobuf message."""
+    size, length = len(data), bytearray()
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return bytes([number << 3 | 2]) + bytes(length) + data
 
 
 def clip(text: str, limit: int = MAX_TEXT_BYTES) -> str:
