@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from epruntime.client import AsyncClient, Chunk, Timing, Usage
 from epruntime.config import EngineConfig
-from epruntime.sampling_params import SamplingParams
+from epruntime.outputs import CompletionDelta, RequestDelta
+from epruntime.serve.engine import Engine
 
 
 class Source(Protocol):
@@ -26,33 +27,39 @@ class ServerSource:
 
 
 class EngineSource:
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def stream(self, prompt: str, sampling: Mapping[str, Any]) -> AsyncIterator[Chunk]:
-        text, tokens = 0, 0
-        async with aclosing(self._engine.generate(prompt, SamplingParams(**sampling))) as outputs:
-            async for output in outputs:
-                (new,) = output.outputs
-                metrics = output.metrics
-                yield Chunk(
-                    request_id=output.request_id,
-                    text=new.text[text:],
-                    token_ids=tuple(new.token_ids[tokens:]),
-                    logprobs=None if new.logprobs is None else tuple(new.logprobs[tokens:]),
-                    finish_reason=new.finish_reason,
-                    stop_reason=new.stop_reason,
-                    final=output.finished,
-                    usage=Usage(prompt_tokens=len(output.prompt_token_ids), output_tokens=len(new.token_ids)),
-                    seed=output.seed,
-                    timing=Timing(
-                        queue_s=_since(metrics.arrival_time, metrics.scheduled_time),
-                        ttft_s=_since(metrics.arrival_time, metrics.first_token_time),
-                        e2e_s=_since(metrics.arrival_time, metrics.finished_time),
-                        num_preemptions=metrics.num_preemptions,
-                    ),
-                )
-                text, tokens = len(new.text), len(new.token_ids)
+        params = self._engine.sampling_params(**sampling)
+        async with aclosing(self._engine.stream(prompt, params)) as deltas:
+            async for delta in deltas:
+                for new in delta.outputs:
+                    yield _chunk(delta, new, final=delta.finished and new is delta.outputs[-1])
+
+
+def _chunk(delta: RequestDelta, new: CompletionDelta, *, final: bool) -> Chunk:
+    metrics = delta.metrics
+    usage = Usage(prompt_tokens=len(delta.prompt_token_ids), output_tokens=delta.num_output_tokens)
+    timing = Timing(
+        queue_s=_since(metrics.arrival_time, metrics.scheduled_time),
+        ttft_s=_since(metrics.arrival_time, metrics.first_token_time),
+        e2e_s=_since(metrics.arrival_time, metrics.finished_time),
+        num_preemptions=metrics.num_preemptions,
+    )
+    return Chunk(
+        request_id=delta.request_id,
+        index=new.index,
+        text=new.text,
+        token_ids=tuple(new.token_ids),
+        logprobs=None if new.logprobs is None else tuple(new.logprobs),
+        finish_reason=new.finish_reason,
+        stop_reason=new.stop_reason,
+        final=final,
+        usage=usage if final else None,
+        seed=delta.seed,
+        timing=timing if final else None,
+    )
 
 
 @asynccontextmanager

@@ -1,38 +1,37 @@
 """AsyncLLM: the engine on an asyncio loop. Every front end (LLM, gRPC) stands on it.
 
-generate(prompt) -> InputProcessor -> EngineCore -> RequestState -> stream of RequestOutput
+stream(prompt) -> TextThread: InputProcessor -> EngineCore -> RequestState -> RequestDeltas
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from epruntime.config import EngineConfig
 from epruntime.engine.core import EngineCore
+from epruntime.engine.detokenizer import TokenTexts
+from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
+from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.processor import InputProcessor, Limits, Prompt
 from epruntime.engine.request_state import RequestState
-from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.status import EngineState, EngineStatus, StatusHolder
+from epruntime.engine.text_thread import TextThread
+from epruntime.engine.token_updates import TokenUpdates
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
-from epruntime.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestNotFoundError,
-    UnavailableError,
-)
+from epruntime.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from epruntime.launchers.pool import RankPool
 from epruntime.models.loader import inspect_model
-from epruntime.outputs import RequestOutput
+from epruntime.outputs import RequestDelta, RequestOutput
+from epruntime.plan import NewRequest
 from epruntime.sampling_params import SamplingParams
 from epruntime.version import __version__
 
@@ -40,6 +39,13 @@ logger = logging.getLogger("epruntime.engine.async_llm")
 
 #: called as progress(what, done, total) while ranks start and load
 Progress = Callable[[str, int, int], None]
+
+_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams))
+#: facts of a ModelInfo that `model_info` passes on
+_MODEL_FACTS = (
+    "architecture", "model_type", "dtype", "vocab_size", "hidden_size", "num_layers", "num_experts", "top_k",
+    "num_parameters", "checkpoint_bytes",
+)  # fmt: skip
 
 
 class AsyncLLM:
@@ -74,12 +80,14 @@ class AsyncLLM:
                 group.max_model_len,
             )
         self._processor = InputProcessor(tokenizer, self.limits)
-        self._requests: dict[int, RequestState] = {}
-        self._rid_of: dict[str, int] = {}
-        self._rids = itertools.count(1)
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._text_thread = TextThread()
+        self._default_sampling: dict[str, Any] = (
+            dict(group.info.get("default_sampling", {})) if config.model.generation_config == "auto" else {}
+        )
+        self._live = LiveRequests(config.scheduler.max_queued_requests)
+        self._status = StatusHolder()
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._name = config.model.served_model_name or Path(config.model.model).resolve().name
         self._started = time.time()
         self._core = EngineCore(
@@ -138,42 +146,116 @@ class AsyncLLM:
     def dead_error(self) -> EngineDeadError | None:
         return self._core.dead_error
 
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams a request's output; each item holds the whole output so far, the last has `finished`.
+    @property
+    def status(self) -> EngineStatus:
+        """Whether it takes requests and steps, now."""
+        return self._status.status
 
-        Leaving the iterator early (break, cancellation) aborts the request and frees its KV blocks.
+    def on_status(self, callback: Callable[[EngineStatus], None]) -> Callable[[], None]:
+        """Calls back, on the loop, after each change of `status`; returns what takes it back."""
+        return self._status.on_change(callback)
+
+    @property
+    def model_info(self) -> dict[str, Any]:
+        """JSON-ready facts of the model that never change, by the keys that serve/engine.py names; asks no rank."""
+        info = self._group.info
+        facts = {key: info[key] for key in _MODEL_FACTS}
+        return facts | {
+            "name": self._name,
+            "max_model_len": self.limits.max_model_len,
+            "moe_layers": list(info["moe_layers"]),
+            "eos_token_ids": list(info["eos_token_ids"]),
+            "has_tokenizer": self._tokenizer is not None,
+            "has_chat_template": bool(getattr(self.tokenizer, "chat_template", None)),
+            "default_sampling": dict(self._default_sampling),
+            "created": int(self._started),
+        }
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams of the fields given; what is left out is the model's default, else SamplingParams' own.
+
+        Raises:
+            InvalidRequestError: a value that makes no sense, or an unknown field.
+        """
+        unknown = given.keys() - _SAMPLING_FIELDS
+        if unknown:
+            raise InvalidRequestError("is not a sampling parameter", field=min(unknown))
+        return SamplingParams(**self._default_sampling | given)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestDelta, None]:
+        """What is new in a request, as it comes; the first delta, at its admission, tells the prompt and no tokens.
+
+        What a slow reader has not fetched yet is merged into one delta, and is all that is kept for it. Leaving the
+        iterator early (break and aclose, cancellation) aborts the request and frees its KV blocks within a step.
+
+        A stop string ends its sequence as soon as it is complete, wherever token boundaries lie (detokenizer.py tells
+        which one where several match); the text ends before it, and never holds a part of it.
 
         Args:
-            prompt: text, {"prompt_token_ids": [...]}, {"prompt": text} or {"messages": [...]} (chat template).
+            prompt: text, token ids, {"prompt_token_ids": [...]}, {"prompt": text} or {"messages": [...]} (chat
+                template). Text becomes ids on a thread of its own, in order of arrival.
+            sampling_params: None: the model's defaults.
             request_id: unique among live requests; drawn when absent.
 
         Raises:
             InvalidRequestError, QueueFullError, RequestFailedError.
             UnavailableError: the engine is draining or shut down. EngineDeadError: it cannot go on.
         """
-        state = self._admit(prompt, sampling_params or SamplingParams(), request_id)
+        self._check_open()
+        params = self.sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
+        state = self._live.reserve(params, request_id)
         try:
-            while True:
-                output = await state.next()
-                yield output
-                if output.finished:
-                    return
+            await self._admit(state, prompt)
+            delta = state.fetch()
+            yield delta
+            while not delta.finished:
+                delta = await state.next(self._text_thread)
+                yield delta
         finally:
             self._release(state)
 
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Streams a request's output; each item holds the whole output so far, the last has `finished`.
+
+        Each item is a copy of its own, so what one costs grows with the output: `stream` is for long ones. All else
+        is as in `stream`.
+        """
+        output = OutputCollector()
+        async with aclosing(self.stream(prompt, sampling_params, request_id)) as deltas:
+            async for delta in deltas:
+                output.add(delta)
+                if delta.outputs or delta.finished:
+                    yield output.snapshot()
+
+    async def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text of a prompt (as `stream` takes it) where it has one, and the ids that the model would get.
+
+        Raises:
+            InvalidRequestError: no tokenizer, or a prompt that cannot be read.
+        """
+        return await self._text_thread.run(lambda: self._processor.tokens(prompt))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequestError: no tokenizer, or ids outside the vocabulary."""
+        return await self._text_thread.run(
+            lambda: self._processor.text(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
     async def abort(self, request_id: str) -> None:
-        """Ends a live request; its stream gets a last output with finish_reason "abort".
+        """Ends a live request, whose stream then ends with finish_reason "abort"; the output so far stands.
 
         Raises:
             RequestNotFoundError: no live request has this id.
         """
-        rid = self._rid_of.get(request_id)
-        if rid is None:
-            raise RequestNotFoundError(f"no live request has the id {request_id!r}")
-        self._requests[rid].abort()
-        self._core.drop(rid)
+        state = self._live.get(request_id)
+        state.abort()
+        self._drop(state)
 
     async def info(self) -> dict[str, Any]:
         """What is served, by which ranks, and what they have done; plain values only (JSON-ready).
@@ -201,7 +283,7 @@ class AsyncLLM:
                 "generation": self._group.generation,
                 "placement_version": 0,
                 "uptime_s": time.time() - self._started,
-                "num_requests": len(self._requests),
+                "num_requests": len(self._live),
                 "steps": core.steps,
                 "prefill_tokens": core.prefill_tokens,
                 "decode_tokens": core.decode_tokens,
@@ -211,65 +293,84 @@ class AsyncLLM:
         }
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for the running ones; True if all ended within `timeout_s` seconds."""
+        """Refuses new requests and waits for the live ones; True if all ended within `timeout_s` seconds."""
         self._draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        return not self._requests
+        return await self._live.wait_idle(timeout_s)
 
     async def shutdown(self) -> None:
         """Ends all requests, unloads the model, and stops the ranks unless they were given. Safe to call again."""
         self._draining = True
         self._forget_lost()
-        for state in list(self._requests.values()):
+        for state in self._live:
             state.fail(UnavailableError("the engine was shut down before this request ended"))
+        self._text_thread.close()
         await self._core.stop()
         if self._own_pool is not None:
             await self._own_pool.stop()
         elif not self.errored:
             await self._group.unload()
 
-    def _admit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestState:
+    # ---- a request's way in and out
+
+    def _check_open(self) -> None:
+        """Raises UnavailableError or EngineDeadError where no request is taken now."""
         if self._core.dead_error is not None:
             raise self._core.dead_error.with_traceback(None)  # else each raise would add its frames to the last one's
         if self._draining:
             raise UnavailableError("the engine is shutting down and takes no new requests")
-        limit = self.config.scheduler.max_queued_requests
-        if len(self._requests) >= limit:
-            raise QueueFullError(f"{limit} requests are queued or running (max_queued_requests); try again later")
-        request_id = request_id or uuid.uuid4().hex
-        if request_id in self._rid_of:
-            raise InvalidRequestError("a live request has this id", field="request_id", value=request_id)
-        rid = next(self._rids)
-        request = self._processor.process(prompt, params, rid=rid, request_id=request_id, arrival_time=time.monotonic())
-        state = RequestState(request, self._tokenizer)
-        self._core.add(request)
-        self._requests[rid] = state
-        self._rid_of[request_id] = rid
-        self._idle.clear()
-        return state
+
+    async def _admit(self, state: RequestState, prompt: Prompt) -> None:
+        """Hands a request that has a place to the core, unless it is aborted before its prompt is read."""
+        rid = state.sequences[0].rid
+        job = self._text_thread.submit(
+            lambda: self._processor.process(
+                prompt, state.params, rid=rid, request_id=state.request_id, arrival_time=state.metrics.arrival_time
+            )
+        )
+        job.add_done_callback(state.wake)
+        try:
+            while not (job.done() or state.finished):
+                await state.changed()
+        finally:
+            job.cancel()
+        state.check()
+        if state.finished:
+            return
+        for request in state.admit(job.result(), self._texts):
+            self._core.add(request)
 
     def _release(self, state: RequestState) -> None:
-        rid = state.request.rid
-        self._requests.pop(rid, None)
-        self._rid_of.pop(state.request.request_id, None)
-        if not self._requests:
-            self._idle.set()
-        self._core.drop(rid)
+        self._live.release(state)
+        self._drop(state)
 
-    def _on_scheduled(self, rid: int) -> None:
-        state = self._requests.get(rid)
-        if state is not None:
-            state.scheduled()
+    def _drop(self, state: RequestState) -> None:
+        for sequence in state.sequences:
+            self._core.drop(sequence.rid)
 
-    def _on_updates(self, updates: list[TokenUpdate]) -> None:
+    # ---- what the core tells
+
+    def _on_scheduled(self, new: NewRequest) -> None:
+        found = self._live.sequences.get(new.rid)
+        if found is not None:
+            state, sequence = found
+            state.scheduled(sequence, new)
+
+    def _on_updates(self, updates: TokenUpdates) -> None:
+        sequences = self._live.sequences
         for update in updates:
-            state = self._requests.get(update.rid)
-            if state is None or state.finished:
+            found = sequences.get(update.rid)
+            if found is None:
                 continue
-            if state.update(update):  # where the rank has ended it dropping does nothing
-                self._core.drop(update.rid)
+            state, sequence = found
+            if state.error is not None or sequence.finish_reason is not None:
+                continue
+            if state.update(sequence, update):
+                if state.error is not None:
+                    self._drop(state)
+                else:
+                    self._core.drop(update.rid)  # where the rank has ended it this does nothing
 
     def _on_dead(self, error: EngineDeadError) -> None:
-        for state in self._requests.values():
+        for state in self._live:
             state.fail(error)
+        self._status.become(EngineState.DEAD, str(error))

@@ -15,10 +15,11 @@ from itertools import chain
 from epruntime.config import EngineConfig
 from epruntime.engine.processor import EngineRequest
 from epruntime.engine.router import Router
-from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
 from epruntime.launchers.handle import RankHandle, Reply
-from epruntime.plan import StepResult
+from epruntime.plan import NewRequest, StepResult
 
 logger = logging.getLogger("epruntime.engine.core")
 
@@ -42,7 +43,7 @@ class EngineCore:
     Args:
         ranks: one handle per attention group, loaded with the model.
         schedulers: one per rank, same order.
-        on_scheduled: called with the rid of each request that enters a rank, again after a preemption.
+        on_scheduled: called with each request that enters a rank, again after a preemption.
         on_updates: called with the new tokens of each step.
         on_dead: called once, with the error, when the engine cannot go on.
     """
@@ -53,8 +54,8 @@ class EngineCore:
         ranks: Sequence[RankHandle],
         schedulers: Sequence[GroupScheduler],
         *,
-        on_scheduled: Callable[[int], None],
-        on_updates: Callable[[list[TokenUpdate]], None],
+        on_scheduled: Callable[[NewRequest], None],
+        on_updates: Callable[[TokenUpdates], None],
         on_dead: Callable[[EngineDeadError], None],
     ) -> None:
         self._ranks, self.schedulers = list(ranks), list(schedulers)
@@ -82,10 +83,14 @@ class EngineCore:
         self._wake.set()
 
     def drop(self, rid: int) -> None:
-        """Forgets a request that is not wanted any more; unknown rids are ignored (it may just have ended)."""
+        """Forgets a request that is not wanted any more; unknown rids are ignored (it may just have ended).
+
+        The next step tells its rank; if there is no other work, a step is made for that alone.
+        """
         group = self._router.release(rid)
         if group is not None:
             self.schedulers[group].drop(rid)
+            self._wake.set()
 
     def fail(self, error: EngineDeadError) -> None:
         """Takes the news that the engine cannot go on, also while no step runs."""
@@ -102,7 +107,7 @@ class EngineCore:
         in_flight: deque[list[asyncio.Future[Reply]]] = deque()
         try:
             while True:
-                while len(in_flight) < self._depth and any(s.has_work for s in self.schedulers):
+                while len(in_flight) < self._depth and any(s.wants_plan for s in self.schedulers):
                     in_flight.append(self._send_step())
                 if in_flight:
                     results = await self._collect(in_flight[0])
@@ -132,7 +137,7 @@ class EngineCore:
         plans = [scheduler.plan(step) for scheduler in self.schedulers]
         for plan in plans:
             for new in plan.new:
-                self._on_scheduled(new.rid)
+                self._on_scheduled(new)
         return [rank.call("plan", plan=plan.to_wire()) for rank, plan in zip(self._ranks, plans, strict=True)]
 
     async def _collect(self, futures: list[asyncio.Future[Reply]]) -> list[StepResult]:
@@ -186,9 +191,8 @@ class EngineCore:
             self.stats.prefill_tokens += result.num_prefill_tokens
             self.stats.decode_tokens += result.num_decode_tokens
             updates = scheduler.apply(result)
-            for update in updates:
-                if update.finish:
-                    self._router.release(update.rid)
+            for rid in updates.finished:
+                self._router.release(rid)
             if updates:
                 self._on_updates(updates)
 

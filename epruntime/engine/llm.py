@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from epruntime.config import EngineConfig
 from epruntime.engine.async_llm import AsyncLLM
 from epruntime.engine.loop_thread import LoopThread, call_at_end
+from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.processor import Prompt
 from epruntime.engine.ranks import Ranks
 from epruntime.errors import InvalidRequestError
@@ -64,8 +65,8 @@ class LLM:
         """Generates for one prompt or many; all are batched together.
 
         Args:
-            prompts: a string, {"prompt_token_ids": [...]}, or a list of those.
-            sampling_params: one for all, or one per prompt; None: the defaults.
+            prompts: a string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
+            sampling_params: one for all, or one per prompt; None: the model's defaults.
             use_tqdm: show a progress bar.
 
         Returns:
@@ -75,9 +76,11 @@ class LLM:
             InvalidRequestError: a prompt or parameter is refused; the other requests are ended too.
             EngineDeadError: the engine stopped.
         """
-        items = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(items)
+        items = _prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(items)
         else:
             params = list(sampling_params)
         if len(params) != len(items):
@@ -104,6 +107,10 @@ class LLM:
         conversations = [messages] if one else list(messages)
         return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm=use_tqdm)
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the checkpoint's generation_config.json, else SamplingParams' own."""
+        return self.engine.sampling_params()
+
     def info(self) -> dict[str, Any]:
         """What is served, by which ranks, and what they have done (see AsyncLLM.info)."""
         return self._loop_thread.run(self.engine.info())
@@ -123,24 +130,45 @@ class LLM:
     async def _generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        # more prompts than the engine queues are no error here: the rest wait their turn
-        slots = asyncio.Semaphore(self.config.scheduler.max_queued_requests)
+        limit = self.config.scheduler.max_queued_requests
+        # more sequences than the engine queues are no error here: the rest wait their turn
+        places = asyncio.Semaphore(limit)
         with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm) as bar:
 
-            async def one(prompt: Prompt, param: SamplingParams) -> RequestOutput:
-                async with slots, aclosing(self.engine.generate(prompt, param)) as stream:
-                    async for output in stream:
-                        last = output
+            async def one(prompt: Prompt, param: SamplingParams, taken: int) -> RequestOutput:
+                output = OutputCollector()
+                try:
+                    async with aclosing(self.engine.stream(prompt, param)) as stream:
+                        async for delta in stream:
+                            output.add(delta)
+                finally:
+                    for _ in range(taken):
+                        places.release()
                 bar.update()
-                return last
+                return output.snapshot()
 
+            tasks = []
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(*pair)) for pair in zip(prompts, params, strict=True)]
+                    for prompt, param in zip(prompts, params, strict=True):
+                        taken = min(param.n, limit)
+                        for _ in range(taken):
+                            await places.acquire()
+                        tasks.append(group.create_task(one(prompt, param, taken)))
             except BaseExceptionGroup as errors:
                 # the group has ended the other requests; the caller wants the cause and not the bundle
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list; a list of integers is one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [cast(list[int], items)]
+    return cast(list[Prompt], items)
 
 
 def _stop(loop_thread: LoopThread, engine: AsyncLLM, own_loop: bool) -> None:

@@ -12,8 +12,8 @@ from epruntime.errors import InvalidRequestError
 from epruntime.plan import SamplingSpec
 from epruntime.sampling_params import SamplingParams
 
-#: a string, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}
-Prompt = str | dict[str, Any]
+#: a string, token ids, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}
+Prompt = str | Sequence[int] | dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,34 @@ class InputProcessor:
         """Raises InvalidRequestError for whatever cannot be served."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
-        text, ids = self._tokens(prompt)
+        text, ids = self.tokens(prompt)
         self._check(ids, params)
         room = self.limits.max_model_len - len(ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        eos = () if params.ignore_eos else self.limits.eos_token_ids
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens and max_model_len is {self.limits.max_model_len}, which leaves room "
+                f"for {room} output tokens: lower it, or shorten the prompt",
+                field="min_tokens",
+                value=params.min_tokens,
+            )
+        # a configuration may name end-of-sequence ids that the model has no logits for: they never come
+        eos = [] if params.ignore_eos else [t for t in self.limits.eos_token_ids if 0 <= t < self.limits.vocab_size]
         spec = SamplingSpec(
             temperature=float(params.temperature),
             top_k=max(params.top_k, 0),
             top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias=tuple(sorted(params.logit_bias.items())),
             seed=seed,
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            min_tokens=params.min_tokens,
             logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
         return EngineRequest(
             rid=rid,
@@ -82,7 +97,22 @@ class InputProcessor:
             arrival_time=arrival_time,
         )
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises InvalidRequestError: no tokenizer, or ids outside the vocabulary."""
+        tokenizer = self._need_tokenizer("token_ids")
+        ids = _token_list(token_ids)
+        self._check_vocabulary("token_ids", ids)
+        try:
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except Exception as error:  # models may have ids that their tokenizer has not, and each kind raises its own
+            raise InvalidRequestError(f"the tokenizer cannot read them: {error}", field="token_ids") from error
+
+    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text of a prompt, where it has one, and its ids.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or is text and there is no tokenizer.
+        """
         if isinstance(prompt, dict):
             known = {"prompt", "prompt_token_ids", "messages"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
@@ -96,9 +126,13 @@ class InputProcessor:
             if "messages" in prompt:
                 return self._need_tokenizer("messages").encode_chat(prompt["messages"])
             prompt = prompt["prompt"]
+        if isinstance(prompt, (list, tuple)):
+            return None, _token_list(prompt)
         if not isinstance(prompt, str):
             raise InvalidRequestError(
-                "must be a string, or a dict with 'prompt_token_ids' or 'messages'", field="prompt", value=prompt
+                "must be a string, a list of token ids, or a dict with 'prompt_token_ids' or 'messages'",
+                field="prompt",
+                value=prompt,
             )
         return prompt, self._need_tokenizer("prompt").encode(prompt)
 
@@ -109,15 +143,21 @@ class InputProcessor:
             )
         return self.tokenizer
 
+    def _check_vocabulary(self, field: str, tokens: Sequence[int]) -> None:
+        size = self.limits.vocab_size
+        if tokens and max(tokens) >= size:
+            raise InvalidRequestError(f"is outside the vocabulary of {size} tokens", field=field, value=max(tokens))
+
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
         limits = self.limits
         if not ids:
             raise InvalidRequestError("has no tokens; send at least one", field="prompt")
-        for name, tokens in (("prompt_token_ids", ids), ("stop_token_ids", params.stop_token_ids)):
-            if tokens and max(tokens) >= limits.vocab_size:
-                raise InvalidRequestError(
-                    f"is outside the vocabulary of {limits.vocab_size} tokens", field=name, value=max(tokens)
-                )
+        for name, tokens in (
+            ("prompt_token_ids", ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
+            self._check_vocabulary(name, tokens)
         if len(ids) >= limits.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(ids)} tokens and max_model_len is {limits.max_model_len}, which leaves no room "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -23,3 +24,34 @@ class EngineStatus:
 
     state: EngineState = EngineState.READY
     reason: str = ""
+
+
+class StatusHolder:
+    """The status of one engine, and who is told of its changes. DEAD is final."""
+
+    def __init__(self) -> None:
+        self._status = EngineStatus()
+        self._watchers: dict[object, Callable[[EngineStatus], None]] = {}
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
+
+    def become(self, state: EngineState, reason: str = "") -> None:
+        """Changes the status and tells; nothing to do if it is the same, or if the engine is dead."""
+        new = EngineStatus(state=state, reason=reason)
+        if new == self._status or self._status.state is EngineState.DEAD:
+            return
+        self._status = new
+        for callback in list(self._watchers.values()):
+            callback(new)
+
+    def on_change(self, callback: Callable[[EngineStatus], None]) -> Callable[[], None]:
+        """Calls back after each change; returns what takes it back, which may be called again."""
+        key = object()
+        self._watchers[key] = callback
+
+        def forget() -> None:
+            self._watchers.pop(key, None)
+
+        return forget

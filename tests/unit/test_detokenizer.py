@@ -1,4 +1,4 @@
-"""Incremental decoding: equal to decoding at once, never half a character, never part of a stop string."""
+"""Incremental decoding: equal to decoding at once, never half a character."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from epruntime.engine.detokenizer import Detokenizer, StopMatcher
+from epruntime.engine.detokenizer import Detokenizer, TokenTexts
 from epruntime.engine.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 def _pieces(tokenizer: Tokenizer, prompt: str, text: str) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode(prompt), skip_special_tokens=True)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), tokenizer.encode(prompt), skip_special_tokens=True)
     return [detokenizer.push(token) for token in tokenizer.encode(text)]
 
 
@@ -52,13 +52,13 @@ def test_any_text_survives(text: str) -> None:
 
 def test_a_character_that_never_ends_is_dropped(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("x世")
-    detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=True)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), [1], skip_special_tokens=True)
     assert "".join(detokenizer.push(token) for token in whole[:-1]) == "x"
 
 
 def test_endless_invalid_bytes_do_not_grow_the_window(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("世")[-1]
-    detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=True)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), [1], skip_special_tokens=True)
     for _ in range(500):
         detokenizer.push(continuation)
         assert len(detokenizer._ids) <= 140
@@ -69,40 +69,9 @@ def test_endless_invalid_bytes_do_not_grow_the_window(tokenizer: Tokenizer) -> N
 def test_special_tokens_are_left_out_on_request(tokenizer: Tokenizer) -> None:
     eos = tokenizer.hf.eos_token_id
     for skip, expected in ((True, "ab"), (False, "a<eos>b")):
-        detokenizer = Detokenizer(tokenizer, [1], skip_special_tokens=skip)
+        detokenizer = Detokenizer(TokenTexts(tokenizer), [1], skip_special_tokens=skip)
         ids = [*tokenizer.encode("a"), eos, *tokenizer.encode("b")]
         assert "".join(detokenizer.push(token) for token in ids) == expected
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
-    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
-)
-def test_stop_matcher_against_the_whole_text(pieces: list[str], stops: list[str]) -> None:
-    matcher, shown, found = StopMatcher(stops), "", None
-    seen = ""
-    for piece in pieces:
-        text, found = matcher.push(piece)
-        shown, seen = shown + text, seen + piece
-        if found:
-            break
-        assert not any(stop in shown for stop in stops)
-    positions = [(seen.find(stop), -len(stop), stop) for stop in stops if stop in seen]
-    if positions:
-        at, _, stop = min(positions)
-        assert (shown, found) == (seen[:at], stop)
-    else:
-        assert found is None
-        assert shown + matcher.flush() == seen
-
-
-def test_stop_matcher_shows_what_cannot_be_a_stop_at_once() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.push("abcE") == ("abc", None)
-    assert matcher.push("x") == ("Ex", None)
-    assert matcher.push("EN") == ("", None)
-    assert matcher.push("D!") == ("", "END")
 
 
 _CACHED = _byte_level()

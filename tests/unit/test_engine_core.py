@@ -12,7 +12,8 @@ from epruntime.config import EngineConfig
 from epruntime.engine import core as core_module
 from epruntime.engine.core import EngineCore
 from epruntime.engine.processor import InputProcessor, Limits
-from epruntime.engine.scheduler import GroupScheduler, TokenUpdate
+from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.token_updates import TokenUpdate
 from epruntime.errors import EngineDeadError, RankLostError
 from epruntime.launchers.base import Seat
 from epruntime.launchers.handle import RankHandle
@@ -65,7 +66,7 @@ class Engine:
             config,
             ranks,
             schedulers,
-            on_scheduled=self.scheduled.append,
+            on_scheduled=lambda new: self.scheduled.append(new.rid),
             on_updates=self.updates.extend,
             on_dead=self.dead.set_result,
         )

@@ -1,0 +1,69 @@
+"""TextThread: one thread beside the event loop for work on texts that may be long (tokenising, chat templates)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from epruntime.errors import UnavailableError
+
+T = TypeVar("T")
+
+
+class TextThread:
+    """Does jobs one after another, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epruntime-text")
+        self._closed = False
+
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Queues a job. Cancelling the future takes it back, or leaves its result alone if it runs already.
+
+        Raises:
+            UnavailableError: the thread is closed.
+        """
+        if self._closed:
+            raise _closed()
+        box: list[Callable[[], T]] = [job]
+        future = asyncio.wrap_future(self._executor.submit(_open, box))
+        # a job taken back stays in the executor's queue until its turn: it must not keep its text alive there
+        future.add_done_callback(lambda _: box.clear())
+        future.add_done_callback(_seen)
+        return future
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Does a job and returns its result. A caller that is cancelled does not wait for it.
+
+        Raises:
+            what the job raises. UnavailableError: the thread was closed first.
+        """
+        future = self.submit(job)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():  # `close` did it, and not the caller's end
+                raise _closed() from None
+            raise
+
+    def close(self) -> None:
+        """Takes no more jobs and forgets those not begun; does not wait. Safe to call again."""
+        self._closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _open(box: list[Any]) -> Any:
+    return box.pop()()
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """An error that nobody waits for any more is no news for the log."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the engine was shut down")
