@@ -146,7 +146,9 @@ class InputProcessor:
     def _check_vocabulary(self, field: str, tokens: Sequence[int]) -> None:
         size = self.limits.vocab_size
         if tokens and max(tokens) >= size:
-            raise InvalidRequestError(f"is outside the vocabulary of {size} tokens", field=field, value=max(tokens))
+            raise InvalidRequestError(
+                f"is outside the vocabulary: ids go from 0 to {size - 1}", field=field, value=max(tokens)
+            )
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
         limits = self.limits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from epruntime.errors import CheckpointError, InvalidRequestError
+from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
 
 logger = logging.getLogger("epruntime.engine.tokenizer")
 
@@ -16,18 +16,40 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class Tokenizer:
-    """Text to ids and back, through transformers' AutoTokenizer (no remote code)."""
+    """Text to ids and back, through transformers' AutoTokenizer (no remote code).
 
-    def __init__(self, path: str | Path) -> None:
+    One thread may encode while others decode: what the library changes in a tokenizer at a call (it takes back padding
+    and truncation that the file asks for) is changed before the constructor returns.
+
+    Args:
+        path: directory of the tokenizer.
+        chat_template: Jinja source that takes the place of the tokenizer's own.
+
+    Raises:
+        CheckpointError: the files cannot be read. ConfigError: `chat_template` is no Jinja template.
+    """
+
+    def __init__(self, path: str | Path, *, chat_template: str | None = None) -> None:
         from transformers import AutoTokenizer
 
         try:
             self.hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            self._bos = self._own_bos()
         except Exception as error:  # the library trusts the files' contents, and raises what comes of it
             raise CheckpointError(f"cannot load the tokenizer in {path}: {type(error).__name__}: {error}") from error
+        if chat_template is not None:
+            self.hf.chat_template = chat_template
+            self._check_template()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.hf, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer itself adds (such as one BOS)."""
+        """Ids of a plain prompt, with the special tokens that the tokenizer itself adds.
+
+        Where one of them is a BOS, the prompt begins with exactly one, whether or not the text brings it along.
+        """
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
@@ -39,15 +61,15 @@ class Tokenizer:
         Raises:
             InvalidRequestError: no template, or one that refuses the messages.
         """
-        if not getattr(self.hf, "chat_template", None):
-            raise InvalidRequestError("the model has no chat template; send a plain prompt instead", field="messages")
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "the model has no chat template; send a plain prompt instead, or start with --chat-template FILE",
+                field="messages",
+            )
         _check_messages(messages)
-        # jinja2 is what transformers renders templates with, so it is there whenever a template is
-        from jinja2.exceptions import TemplateError
-
         try:
             text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # the template is a program that came with the model, and raises what it likes
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         return text, self._encode(text, add_special_tokens=False)
 
@@ -63,7 +85,30 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"not valid Unicode text: {error}", field="prompt") from error
         ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
+        if self._bos is not None:
+            extra = 0
+            while ids[extra : extra + 2] == [self._bos, self._bos]:
+                extra += 1
+            del ids[:extra]
         return ids
+
+    def _own_bos(self) -> int | None:
+        """The BOS id that the tokenizer puts before every text; None if it does not."""
+        bos: int | None = self.hf.bos_token_id
+        with_added = self.hf.encode("a", add_special_tokens=True)
+        without = self.hf.encode("a", add_special_tokens=False)
+        return bos if bos is not None and with_added[:1] == [bos] and without[:1] != [bos] else None
+
+    def _check_template(self) -> None:
+        # jinja2 is what transformers renders templates with
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+        try:
+            self.hf.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
+        except TemplateError as error:  # it may want other messages than this one
+            logger.info("the chat template refuses a single user message: %s", error)
 
 
 def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
@@ -76,14 +121,33 @@ def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
             raise InvalidRequestError("only text content is supported", field="messages", value=message)
 
 
-def load_tokenizer(path: str | Path, *, required: bool) -> Tokenizer | None:
+def load_tokenizer(path: str | Path, *, required: bool, chat_template: str | None = None) -> Tokenizer | None:
     """Loads the tokenizer of a directory; None, with a warning, where there is none and it is not `required`.
 
     Without a tokenizer only prompts of token ids are accepted and no text is returned.
+
+    Args:
+        chat_template: file whose Jinja template takes the place of the tokenizer's own.
+
+    Raises:
+        CheckpointError: there is none and it is required, or its files cannot be read.
+        ConfigError: `chat_template` cannot be read, is no template, or has no tokenizer to go with.
     """
+    template = None if chat_template is None else _read_template(Path(chat_template))
     if not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
         if required:
             raise CheckpointError(f"{path} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        if template is not None:
+            raise ConfigError(f"chat_template={chat_template!r} needs a tokenizer, and {path} holds none: name one")
         logger.warning("%s holds no tokenizer: prompts must be token ids, and outputs carry no text", path)
         return None
-    return Tokenizer(path)
+    return Tokenizer(path, chat_template=template)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"chat_template={str(path)!r} cannot be read: {error}; name a file with a template"
+        ) from error

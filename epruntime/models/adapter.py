@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
-from epruntime.errors import CheckpointError, ConfigError, UnsupportedModelError
+from epruntime.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger("epruntime.models")
 
@@ -82,22 +82,6 @@ def read_config(path: Path) -> transformers.PretrainedConfig:
         raise UnsupportedModelError(
             f"{path}: transformers {transformers.__version__} does not read config.json: {error}"
         ) from error
-
-
-def read_generation_eos(path: Path) -> list[int]:
-    """End-of-sequence ids of generation_config.json; [] if there is no such file."""
-    if not (path / "generation_config.json").is_file():
-        return []
-    try:
-        config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
-    except (ValueError, TypeError, OSError) as error:
-        raise CheckpointError(f"{path}/generation_config.json cannot be read: {error}") from error
-    found = as_ids(config.eos_token_id)
-    if not all(type(token) is int for token in found):
-        raise CheckpointError(
-            f"{path}/generation_config.json: eos_token_id is {config.eos_token_id!r}, not a token id or a list of them"
-        )
-    return found
 
 
 def as_ids(value: int | list[int] | None) -> list[int]:

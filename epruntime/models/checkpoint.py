@@ -50,7 +50,8 @@ class Checkpoint:
         return count.most_common(1)[0][0] if count else torch.float32
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError, with the path, for whatever else there is."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
     try:
@@ -74,12 +75,12 @@ def read_raw_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is no directory: a model is a directory with config.json and *.safetensors; download it first"
         )
-    return _read_json(path / "config.json")
+    return read_json(path / "config.json")
 
 
 def _files(path: Path) -> list[Path]:
     if (path / _INDEX).is_file():
-        weight_map = _read_json(path / _INDEX).get("weight_map")
+        weight_map = read_json(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path / _INDEX} has no weight_map")
         for name in weight_map.values():
@@ -132,7 +133,7 @@ def open_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
 
 
 def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
-    weight_map = _read_json(path / _INDEX)["weight_map"]
+    weight_map = read_json(path / _INDEX)["weight_map"]
     wrong = sorted(
         name
         for name in weight_map.keys() | tensors.keys()

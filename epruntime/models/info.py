@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -44,6 +44,8 @@ class ModelInfo:
         kv_layers: one entry per attention layer, in layer order.
         num_parameters: elements of all tensors in the checkpoint.
         checkpoint_bytes: bytes of all tensors in the checkpoint files.
+        default_sampling: SamplingParams field -> value, as generation_config.json says.
+        ignored_sampling: field of generation_config.json -> why its value makes no sense.
     """
 
     architecture: str
@@ -60,6 +62,8 @@ class ModelInfo:
     kv_layers: tuple[KVLayerInfo, ...]
     num_parameters: int
     checkpoint_bytes: int
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    ignored_sampling: dict[str, str] = field(default_factory=dict)
 
     @property
     def dtype_bytes(self) -> int:

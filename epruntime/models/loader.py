@@ -20,6 +20,7 @@ from epruntime.models import adapter, refusal
 from epruntime.models.attention import LatentLayer, StepState, kv_layer_of, make_layer
 from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config
 from epruntime.models.conversions import Conversions
+from epruntime.models.generation_config import read_generation_config
 from epruntime.models.info import KVLayerInfo, ModelInfo
 from epruntime.models.loaded import LoadedModel, LoadReport
 from epruntime.models.probe import Probe, features_of, run_probe
@@ -139,6 +140,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     structure = _examine(model, config, where=str(path))
     refusal.check_covered(config.model_type, structure.features)
     experts, probe = structure.experts, structure.probe
+    generation = read_generation_config(path)
     info = ModelInfo(
         architecture=architecture,
         model_type=config.model_type,
@@ -150,10 +152,12 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         num_experts=max(_num_experts(module) for module in experts.values()),
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
-        eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *adapter.read_generation_eos(path)})),
+        eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *generation.eos_token_ids})),
         kv_layers=structure.kv_layers,
         num_parameters=checkpoint.num_parameters,
         checkpoint_bytes=checkpoint.num_bytes,
+        default_sampling=dict(generation.sampling),
+        ignored_sampling=dict(generation.ignored),
     )
     return _Blueprint(
         checkpoint=checkpoint,
