@@ -17,7 +17,7 @@ import numpy as np
 
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.launchers.handle import RankHandle
-from epruntime.moe.stats import LAYER_COUNTERS
+from epruntime.moe.counters import LAYER_COUNTERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,7 @@ from typing import Any
 
 import torch
 
-#: Counters of a layer by name, in the order of its packed form.
-LAYER_COUNTERS = (
-    "steps",
-    "rounds",
-    "rows_sent",
-    "rows_received",
-    "pairs_received",
-    "dispatch_bytes",
-    "combine_bytes",
-    "dispatch_s",
-    "combine_s",
-)
+from epruntime.moe.counters import LAYER_COUNTERS
 
 
 class LayerStats:

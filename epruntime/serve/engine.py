@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
+from epruntime.engine.observer import EngineObserver
+from epruntime.engine.stats import EngineStats
 from epruntime.engine.status import EngineStatus
 from epruntime.errors import EngineDeadError
 from epruntime.outputs import RequestDelta
@@ -73,6 +75,18 @@ class Engine(Protocol):
         Raises:
             RequestNotFoundError: no live request has this id.
         """
+        ...
+
+    def add_observer(self, observer: EngineObserver) -> Callable[[], None]:
+        """From now on `observer` is told of requests and tokens; returns what takes it back."""
+        ...
+
+    def stats_snapshot(self) -> EngineStats:
+        """What the engine has done and how it stands; asks no rank. Counters never fall."""
+        ...
+
+    def poll_stats(self, interval_s: float) -> None:
+        """Asks the ranks for their own counters every `interval_s` seconds, for `stats_snapshot`, until shutdown."""
         ...
 
     async def info(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from epruntime.engine.observer import EngineObserver
+from epruntime.engine.stats import EngineStats
 from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import (
     EngineDeadError,
@@ -56,6 +58,19 @@ MODEL_INFO: dict[str, Any] = {
     "default_sampling": {},
     "created": 1_700_000_000,
 }
+STATS = EngineStats(
+    time=0.0,
+    counters_age_s=None,
+    generation=0,
+    restarts=0,
+    steps=0,
+    prefill_tokens=0,
+    decode_tokens=0,
+    ranks=(),
+    layers=(),
+    cache_facts={},
+    parallel_facts={},
+)
 #: Seed that the fake "draws", and the prompt tokens that it says were cached.
 DRAWN_SEED, CACHED_TOKENS = 7, 2
 
@@ -103,6 +118,8 @@ class FakeLLM:
         delay_s: between tokens. live, ended: request ids. yields: deltas taken per request id.
         params, prompts: as they arrived, per request id. errors: raised for a prompt's text.
         model_info: may be changed: default_sampling, has_tokenizer.
+        stats: what stats_snapshot returns. observers: added and not taken back; the fake tells them nothing.
+        poll_interval_s: as asked for last.
     """
 
     def __init__(self, delay_s: float = 0.0, queue: int = 10_000) -> None:
@@ -116,6 +133,9 @@ class FakeLLM:
         self.model_info = dict(MODEL_INFO)
         self.dead_error: EngineDeadError | None = None
         self.is_shut_down = False
+        self.stats = STATS
+        self.observers: list[EngineObserver] = []
+        self.poll_interval_s: float | None = None
         self._status = EngineStatus()
         self._watchers: list[Callable[[EngineStatus], None]] = []
 
@@ -209,6 +229,16 @@ class FakeLLM:
         live = self.live[request_id]
         for index in range(len(live.generated)):
             live.end(index, "abort")
+
+    def add_observer(self, observer: EngineObserver) -> Callable[[], None]:
+        self.observers.append(observer)
+        return lambda: self.observers.remove(observer)
+
+    def stats_snapshot(self) -> EngineStats:
+        return self.stats
+
+    def poll_stats(self, interval_s: float) -> None:
+        self.poll_interval_s = interval_s
 
     async def info(self) -> dict:
         return INFO
