@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from epruntime.config import EngineConfig
 from epruntime.engine.core import EngineCore
+from epruntime.engine.defaults import SamplingDefaults
 from epruntime.engine.detokenizer import TokenTexts
 from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
@@ -40,7 +41,6 @@ logger = logging.getLogger("epruntime.engine.async_llm")
 #: called as progress(what, done, total) while ranks start and load
 Progress = Callable[[str, int, int], None]
 
-_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams))
 #: facts of a ModelInfo that `model_info` passes on
 _MODEL_FACTS = (
     "architecture", "model_type", "dtype", "vocab_size", "hidden_size", "num_layers", "num_experts", "top_k",
@@ -82,9 +82,7 @@ class AsyncLLM:
         self._processor = InputProcessor(tokenizer, self.limits)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._text_thread = TextThread()
-        self._default_sampling: dict[str, Any] = (
-            dict(group.info.get("default_sampling", {})) if config.model.generation_config == "auto" else {}
-        )
+        self._defaults = SamplingDefaults(group.info, source=config.model.generation_config)
         self._live = LiveRequests(config.scheduler.max_queued_requests)
         self._status = StatusHolder()
         self._draining = False
@@ -114,7 +112,12 @@ class AsyncLLM:
         path = Path(config.model.model)
         await asyncio.to_thread(inspect_model, path)
         tokenizer_path = config.model.tokenizer
-        tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_path or path, required=tokenizer_path is not None)
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer,
+            tokenizer_path or path,
+            required=tokenizer_path is not None,
+            chat_template=config.model.chat_template,
+        )
         pool = rank_pool
         parallel = config.parallel
         if pool is None:
@@ -166,8 +169,8 @@ class AsyncLLM:
             "moe_layers": list(info["moe_layers"]),
             "eos_token_ids": list(info["eos_token_ids"]),
             "has_tokenizer": self._tokenizer is not None,
-            "has_chat_template": bool(getattr(self.tokenizer, "chat_template", None)),
-            "default_sampling": dict(self._default_sampling),
+            "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
+            "default_sampling": dict(self._defaults.values),
             "created": int(self._started),
         }
 
@@ -177,10 +180,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: a value that makes no sense, or an unknown field.
         """
-        unknown = given.keys() - _SAMPLING_FIELDS
-        if unknown:
-            raise InvalidRequestError("is not a sampling parameter", field=min(unknown))
-        return SamplingParams(**self._default_sampling | given)
+        return self._defaults.params(**given)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
