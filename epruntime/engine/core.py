@@ -10,22 +10,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from epruntime.config import EngineConfig
+from epruntime.engine import blame
 from epruntime.engine.processor import EngineRequest
 from epruntime.engine.router import Router
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.token_updates import TokenUpdates
-from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
+from epruntime.errors import EngineDeadError, EPRuntimeError
 from epruntime.launchers.handle import RankHandle, Reply
 from epruntime.plan import NewRequest, StepResult
 
 logger = logging.getLogger("epruntime.engine.core")
-
-#: When one rank fails, how long the news of which rank was lost may take, so that the error names it; and by how much
-#: a step may overrun its limit, so that ranks which wait for a stuck one run into the limit first and say for whom.
-_BLAME_WINDOW_S = 3.0
 
 
 @dataclass(kw_only=True)
@@ -67,7 +63,13 @@ class EngineCore:
         self._next_step = 0
         self.stats = CoreStats()
         self.dead_error: EngineDeadError | None = None
+        self._in_flight: deque[list[asyncio.Future[Reply]]] = deque()
         self._task = asyncio.create_task(self._run(), name="epruntime-engine-core")
+
+    @property
+    def stepping(self) -> bool:
+        """A step is under way: every rank has work, or waits for one that has."""
+        return bool(self._in_flight)
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request; its tokens come through `on_updates`."""
@@ -104,7 +106,7 @@ class EngineCore:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        in_flight: deque[list[asyncio.Future[Reply]]] = deque()
+        in_flight = self._in_flight
         try:
             while True:
                 while len(in_flight) < self._depth and any(s.wants_plan for s in self.schedulers):
@@ -147,43 +149,14 @@ class EngineCore:
             RankLostError: naming the rank that died or is stuck, also where other ranks complained first.
             EngineDeadError: a rank could not go on.
         """
-        _, pending = await asyncio.wait(
-            futures, timeout=self._step_timeout_s + _BLAME_WINDOW_S, return_when=asyncio.FIRST_EXCEPTION
-        )
-        if pending or any(future.exception() is not None for future in futures):
-            if len(pending) < len(futures):
-                await asyncio.wait(futures, timeout=_BLAME_WINDOW_S)
-            raise self._blame(futures)
-        return [StepResult.from_wire(future.result()["result"]) for future in futures]
-
-    def _blame(self, futures: Sequence[asyncio.Future[Reply]]) -> BaseException:
-        """The cause among the errors of one step.
-
-        A rank's confirmed end, else a rank's own error, else what peers say of a rank that has not answered, else that
-        it has not answered, else what peers say of each other.
-        """
-        for rank in self._ranks:
-            if isinstance(rank.lost, RankLostError):
-                return rank.lost
-        errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
-        accusations = [error for error in errors if isinstance(error, RankLostError)]
-        silent = [rank.info for rank, future in zip(self._ranks, futures, strict=True) if not future.done()]
-        silent_slots = {info.slot for info in silent}
-        return next(
-            chain(
-                (error for error in errors if not isinstance(error, RankLostError)),
-                (error for error in accusations if error.slot in silent_slots),
-                (
-                    RankLostError(
-                        slot=info.slot,
-                        host=info.host,
-                        detail=f"it did not end a step within {self._step_timeout_s:g} s (step_timeout_s)",
-                    )
-                    for info in silent
-                ),
-                accusations,
+        limit_s = self._step_timeout_s
+        _, pending = await asyncio.wait(futures, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = any(future.done() and future.exception() is not None for future in futures)
+        if pending or failed:
+            raise await blame.cause(
+                self._ranks, futures, overdue=not failed, what="a step", limit_s=limit_s, option="step_timeout_s"
             )
-        )
+        return [StepResult.from_wire(future.result()["result"]) for future in futures]
 
     def _apply(self, results: list[StepResult]) -> None:
         self.stats.steps += 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 from epruntime.config import EngineConfig
+from epruntime.engine import blame
 from epruntime.errors import ConfigError, EngineDeadError, EPRuntimeError, RankLostError
 from epruntime.launchers.pool import RankHandle, RankPool
 
@@ -61,7 +63,10 @@ class ModelGroup:
     async def load(
         cls, config: EngineConfig, pool: RankPool, *, progress: Callable[[str, int, int], None] | None = None
     ) -> ModelGroup:
-        """Raises whatever a rank raised: the first error in rank order, a lost rank before all others."""
+        """Raises whatever a rank raised: the first error in rank order, a lost rank before all others.
+
+        A rank that does not answer in time is killed, and named as lost.
+        """
         parallel, cache, scheduler = config.parallel, config.cache, config.scheduler
         size = parallel.expert_parallel_size
         if size > len(pool.ranks):
@@ -71,10 +76,10 @@ class ModelGroup:
         host, port = pool.store_address
         hosts = [rank.info.host for rank in ranks]
         configured = await _gather(
+            ranks,
             [
                 rank.call(
                     "configure",
-                    timeout_s=parallel.step_timeout_s + _GRACE_S,
                     generation=generation,
                     ep_rank=index,
                     world_size=size,
@@ -87,17 +92,21 @@ class ModelGroup:
                     exchange_budget_tokens=parallel.exchange_budget_tokens,
                     step_timeout_s=parallel.step_timeout_s,
                     threads=parallel.threads_per_rank,
+                    slots=[rank.info.slot for rank in ranks],
                 )
                 for index, rank in enumerate(ranks)
-            ]
+            ],
+            what="'configure'",
+            limit_s=parallel.step_timeout_s + _GRACE_S,
+            option="step_timeout_s",
         )
         memory = cache.kv_cache_memory_gb
         try:
             loaded = await _gather(
+                ranks,
                 [
                     rank.call(
                         "load",
-                        timeout_s=parallel.load_timeout_s,
                         on_progress=_rank_progress(progress, index, size),
                         model=str(config.model.model),
                         dtype=config.model.dtype,
@@ -110,7 +119,10 @@ class ModelGroup:
                         max_num_batched_tokens=scheduler.max_num_batched_tokens,
                     )
                     for index, rank in enumerate(ranks)
-                ]
+                ],
+                what="'load'",
+                limit_s=parallel.load_timeout_s,
+                option="load_timeout_s",
             )
         except EPRuntimeError as error:
             if not isinstance(error, EngineDeadError):  # all ranks live and have answered: some may have loaded
@@ -129,7 +141,7 @@ class ModelGroup:
         """One dict per rank: who it is, and its own statistics."""
         # Ranks answer between steps, so up to two plans come first.
         timeout_s = 2 * self._step_timeout_s + _GRACE_S
-        replies = await _gather([rank.call("stats", timeout_s=timeout_s) for rank in self.ranks])
+        replies = await asyncio.gather(*(rank.call("stats", timeout_s=timeout_s) for rank in self.ranks))
         out = []
         for rank, reply, blocks, report in zip(self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True):
             info = rank.info
@@ -164,7 +176,8 @@ class ModelGroup:
 
 
 async def _unload(ranks: list[RankHandle]) -> None:
-    await _gather([rank.call("unload", timeout_s=_UNLOAD_TIMEOUT_S) for rank in ranks])
+    calls = [rank.call("unload") for rank in ranks]
+    await _gather(ranks, calls, what="'unload'", limit_s=_UNLOAD_TIMEOUT_S, option="a fixed limit")
 
 
 def _rank_progress(
@@ -175,19 +188,25 @@ def _rank_progress(
     return lambda message: progress(f"rank {index}/{size} {message['what']}", message["done"], message["total"])
 
 
-async def _gather(calls: list[asyncio.Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+async def _gather(
+    ranks: list[RankHandle], calls: list[asyncio.Future[dict[str, Any]]], *, what: str, limit_s: float, option: str
+) -> list[dict[str, Any]]:
     """Waits for all replies.
 
     Raises:
-        RankLostError: at once, since the others may be waiting for the lost one.
+        RankLostError: at once, since the others may be waiting for the lost one; or for the one that did not answer
+            within `limit_s` seconds, which is killed.
         the first other error, when all have answered, so that no rank is left in the middle of something.
     """
+    deadline = time.monotonic() + limit_s
     pending = set(calls)
     while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for call in done:
-            if isinstance(call.exception(), RankLostError):
-                for other in pending:
-                    other.cancel()
-                call.result()
+        left_s = max(0.0, deadline - time.monotonic())
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        lost = any(isinstance(call.exception(), RankLostError) for call in done)
+        if lost or (pending and not done):
+            error = await blame.cause(ranks, calls, overdue=not lost, what=what, limit_s=limit_s, option=option)
+            for other in pending:
+                other.cancel()
+            raise error
     return [call.result() for call in calls]

@@ -41,7 +41,7 @@ class RankHandle:
         process: its process; connection, beats: its connections. None until started and joined.
         ready: done when it has joined with both connections, or failed to (LaunchError, HandshakeError).
         condemned: done, with the reason, when it is to be killed as lost.
-        lost: why it is gone; None while it is alive.
+        lost: why it is gone; None while it is alive. gone: done when `lost` is set.
 
     Args:
         clock: ticked by whoever watches over the rank.
@@ -55,6 +55,7 @@ class RankHandle:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.condemned: asyncio.Future[str] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
         self.lost: EngineDeadError | None = None
         self._info = RankInfo(
@@ -167,6 +168,7 @@ class RankHandle:
         """No answer will come any more: every pending and future call fails with `error`."""
         if self.lost is None:
             self.lost = error
+            self.gone.set_result(None)
             self._fail_all(error)
 
     def activity(self) -> str:

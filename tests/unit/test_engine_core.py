@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epruntime.config import EngineConfig
-from epruntime.engine import core as core_module
+from epruntime.engine import blame
 from epruntime.engine.core import EngineCore
 from epruntime.engine.processor import InputProcessor, Limits
 from epruntime.engine.scheduler import GroupScheduler
@@ -85,7 +85,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "_BLAME_WINDOW_S", 0.1)
+    monkeypatch.setattr(blame, "WINDOW_S", 0.1)
 
 
 def _blamed(make_ranks: Callable[[], list[RankHandle]]) -> EngineDeadError:

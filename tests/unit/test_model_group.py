@@ -23,6 +23,7 @@ class FakeRank:
         self.info = RankInfo(slot=slot, host="here")
         self.calls: list[str] = []
         self._load = load
+        self.lost = load if isinstance(load, RankLostError) else None
 
     def call(self, type: str, timeout_s: float | None = None, **body: Any) -> asyncio.Future[dict[str, Any]]:
         self.calls.append(type)
