@@ -140,6 +140,8 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     structure = _examine(model, config, where=str(path))
     refusal.check_covered(config.model_type, structure.features)
     experts, probe = structure.experts, structure.probe
+    num_experts = max(_num_experts(module) for module in experts.values())
+    refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
     generation = read_generation_config(path)
     info = ModelInfo(
         architecture=architecture,
@@ -149,7 +151,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         hidden_size=int(config.hidden_size),
         num_layers=len(structure.kv_layers),
         max_position_embeddings=int(config.max_position_embeddings),
-        num_experts=max(_num_experts(module) for module in experts.values()),
+        num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
         eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *generation.eos_token_ids})),

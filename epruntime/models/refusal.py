@@ -119,6 +119,19 @@ def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
         )
 
 
+def check_num_experts(path: Path, num_experts: int, num_elements: int) -> None:
+    """Refuses more experts than there are numbers in the files, before anything is made for each expert.
+
+    Raises:
+        CheckpointError: config.json is damaged, or belongs to other files.
+    """
+    if num_experts > num_elements:
+        raise CheckpointError(
+            f"{path}: config.json says that a layer has {num_experts} experts, but the checkpoint holds {num_elements} "
+            "numbers in all"
+        )
+
+
 def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, torch.nn.Module]) -> None:
     """Refuses dense models, and models with experts of their own kind."""
     if experts:
