@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epruntime.client.types import Chunk, GenerateResult, LayerLoad, Rank, ServerInfo, Timing, Usage
+from epruntime.client.types import Chunk, GenerateResult, Timing, Usage
 from epruntime.errors import EPRuntimeError, InvalidRequestError
 from epruntime.outputs import CompletionOutput, Logprob
 from epruntime.proto import inference_pb2 as pb
@@ -16,6 +15,8 @@ from epruntime.sampling_params import SamplingParams
 #: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": [{"role", "content"}, ...]}
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+#: max_tokens on the wire where it is None here.
+UNLIMITED_TOKENS = -1
 _FINISH_REASONS = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: "stop",
@@ -44,7 +45,8 @@ def split_params(params: Any, overrides: dict[str, Any], count: int) -> list[dic
     if overrides:
         if params is not None:
             raise TypeError("give sampling parameters as a SamplingParams or as keywords, not as both")
-        SamplingParams(**overrides)  # refuses unknown names and values before anything is sent
+        # refuses unknown names and values before anything is sent; the server's own max_tokens is not known here
+        SamplingParams(**{"max_tokens": None, **overrides})
         return [overrides] * count
     if params is None:
         return [{}] * count
@@ -60,13 +62,17 @@ def split_params(params: Any, overrides: dict[str, Any], count: int) -> list[dic
     return [p.to_wire() for p in given]
 
 
-def request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None = None) -> pb.GenerateRequest:
+def request(
+    prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None = None, *, return_prompt_token_ids: bool = False
+) -> pb.GenerateRequest:
     """The message for one prompt; draws a request id where none is given, so that it can be aborted by it.
 
     Raises:
         InvalidRequestError: it cannot be put into a message.
     """
-    message = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex)
+    message = pb.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex, return_prompt_token_ids=return_prompt_token_ids
+    )
     try:
         _set_prompt(message, prompt)
         _set_sampling(message.sampling, sampling)
@@ -86,16 +92,11 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
                 value=sorted(map(str, prompt)),
             )
         if "messages" in prompt:
-            message.chat.SetInParent()
-            for entry in prompt["messages"]:
-                message.chat.messages.append(_chat_message(entry))
+            set_chat(message, prompt["messages"])
             return
         prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
     if isinstance(prompt, str):
-        try:
-            message.text = prompt
-        except ValueError as error:  # UnicodeEncodeError among them: half of a surrogate pair
-            raise InvalidRequestError(f"is not valid Unicode: {error}", field="prompt") from error
+        set_text(message, prompt)
     else:
         message.token_ids.SetInParent()
         try:
@@ -104,6 +105,19 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
             raise InvalidRequestError(
                 f"must be text or a list of token ids: {error}", field="prompt", value=type(prompt).__name__
             ) from error
+
+
+def set_text(message: pb.GenerateRequest | pb.TokenizeRequest, text: str) -> None:
+    try:
+        message.text = text
+    except ValueError as error:  # UnicodeEncodeError among them: half of a surrogate pair
+        raise InvalidRequestError(f"is not valid Unicode: {error}", field="prompt") from error
+
+
+def set_chat(message: pb.GenerateRequest | pb.TokenizeRequest, messages: Sequence[Any]) -> None:
+    message.chat.SetInParent()
+    for entry in messages:
+        message.chat.messages.append(_chat_message(entry))
 
 
 def _chat_message(entry: Any) -> pb.ChatMessage:
@@ -120,13 +134,15 @@ def _chat_message(entry: Any) -> pb.ChatMessage:
 def _set_sampling(message: pb.SamplingParams, sampling: Mapping[str, Any]) -> None:
     for name, value in sampling.items():
         if name == "max_tokens" and value is None:
-            value = -1
+            value = UNLIMITED_TOKENS
         if value is None:
             continue
         if name == "stop":
             message.stop.extend((value,) if isinstance(value, str) else value)
         elif name == "stop_token_ids":
             message.stop_token_ids.extend(value)
+        elif name == "logit_bias":
+            message.logit_bias.update(value)
         else:
             setattr(message, name, value)
 
@@ -146,6 +162,8 @@ def chunk(message: pb.GenerateResponse, request_id: str) -> Chunk:
         usage=_usage(message) if message.final else None,
         seed=message.seed if message.HasField("seed") else None,
         timing=_timing(message.timing) if message.final else None,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        prompt_logprobs=tuple(_logprobs(p) if p.HasField("chosen") else None for p in message.prompt_logprobs),
     )
 
 
@@ -154,7 +172,11 @@ def _logprobs(position: pb.PositionLogprobs) -> dict[int, Logprob]:
 
 
 def _usage(message: pb.GenerateResponse) -> Usage:
-    return Usage(prompt_tokens=message.usage.prompt_tokens, output_tokens=message.usage.output_tokens)
+    return Usage(
+        prompt_tokens=message.usage.prompt_tokens,
+        output_tokens=message.usage.output_tokens,
+        cached_tokens=message.usage.cached_tokens,
+    )
 
 
 def _timing(message: pb.Timing) -> Timing:
@@ -175,9 +197,13 @@ class Collector:
     def __init__(self) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
         self._texts: dict[int, list[str]] = {}
+        self._prompt_token_ids: list[int] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._last: Chunk | None = None
 
     def add(self, new: Chunk) -> None:
+        self._prompt_token_ids.extend(new.prompt_token_ids)
+        self._prompt_logprobs.extend(new.prompt_logprobs)
         output = self._outputs.setdefault(new.index, CompletionOutput(index=new.index))
         self._texts.setdefault(new.index, []).append(new.text)
         output.token_ids.extend(new.token_ids)
@@ -204,29 +230,6 @@ class Collector:
             usage=last.usage,
             seed=last.seed,
             timing=last.timing,
+            prompt_token_ids=self._prompt_token_ids or None,
+            prompt_logprobs=self._prompt_logprobs or None,
         )
-
-
-def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=message.version,
-        state=pb.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower(),
-        state_reason=message.state_reason,
-        model=message.model,
-        uptime_s=message.uptime_s,
-        running_requests=message.running_requests,
-        expert_parallel_size=message.expert_parallel_size,
-        ranks=tuple(
-            Rank(slot=r.slot, incarnation=r.incarnation, host=r.host, local_rank=r.local_rank, pid=r.pid)
-            for r in message.ranks
-        ),
-        expert_load=tuple(
-            LayerLoad(
-                layer=layer.layer,
-                tokens_per_expert=tuple(layer.tokens_per_expert),
-                tokens_per_rank=tuple(layer.tokens_per_rank),
-            )
-            for layer in message.expert_load
-        ),
-        raw=json.loads(message.info_json or "{}"),
-    )
