@@ -26,8 +26,8 @@ from epruntime.serve.openai.fields import ChatFields, CompletionFields, Detokeni
 from epruntime.version import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
-#: () -> (body, content type) of /metrics
-Metrics = Callable[[], tuple[bytes, str]]
+#: Accept header -> (body, content type) of /metrics
+Metrics = Callable[[str], tuple[bytes, str]]
 
 
 def make_app(config: ServeConfig, gate: Gate, metrics: Metrics | None = None) -> ASGIApp:
@@ -51,8 +51,8 @@ def make_app(config: ServeConfig, gate: Gate, metrics: Metrics | None = None) ->
         read = metrics
 
         async def exposition(request: Request) -> Response:
-            body, media_type = read()
-            return Response(body, media_type=media_type)
+            body, content_type = read(request.headers.get("accept", ""))
+            return Response(body, headers={"Content-Type": content_type})
 
         _get(api, "/metrics", exposition)
     app: ASGIApp = Envelope(Access(api, AccessCheck.of(config)))
