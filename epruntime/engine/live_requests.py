@@ -43,7 +43,7 @@ class LiveRequests:
         limit = self._limit
         if params.n > limit:
             raise InvalidRequestError(
-                f"the engine takes at most {limit} (max_queued_requests)", field="n", value=params.n
+                f"the engine takes at most {limit} sequences (max_queued_requests)", field="n", value=params.n
             )
         if len(self.sequences) + params.n > limit:
             raise QueueFullError(
