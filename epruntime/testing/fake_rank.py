@@ -40,9 +40,25 @@ def extend(history: int, token: int) -> int:
     return hash((history, token)) | 1  # never _EMPTY
 
 
-def pick(spec: SamplingSpec, seen: Sequence[int], vocab_size: int) -> int:
-    """The token that follows a history whose per-position hashes are `seen`."""
-    return hash((spec.seed, *seen)) % vocab_size
+def pick(spec: SamplingSpec, seen: Sequence[int], vocab_size: int, num_output_tokens: int) -> int:
+    """The token that follows a history whose per-position hashes are `seen`; no stop id before min_tokens."""
+    early = num_output_tokens < spec.min_tokens
+    allowed = [token for token in range(vocab_size) if not (early and token in spec.stop_ids)]
+    return allowed[hash((spec.seed, *seen)) % len(allowed)]
+
+
+def prompt_logprob(seen: int, token: int) -> TokenLogprobs:
+    """What is reported for a prompt token behind a history with the hash `seen`."""
+    return TokenLogprobs(chosen=-float(hash((seen, token)) % 2**20))
+
+
+def unbatched_prompt_logprobs(prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Of one request computed alone: an entry for each prompt token from the second on."""
+    entries, seen = [], _EMPTY
+    for before, token in zip(prompt, prompt[1:], strict=False):
+        seen = extend(seen, before)
+        entries.append(prompt_logprob(seen, token))
+    return tuple(entries)
 
 
 def finish_code(spec: SamplingSpec, token: int, num_output_tokens: int) -> int:
@@ -58,7 +74,7 @@ def unbatched(prompt: Sequence[int], spec: SamplingSpec, vocab_size: int) -> tup
         seen.append(extend(seen[-1] if seen else _EMPTY, token))
     output: list[int] = []
     while True:
-        output.append(pick(spec, seen, vocab_size))
+        output.append(pick(spec, seen, vocab_size, len(output)))
         finish = finish_code(spec, output[-1], len(output))
         if finish != FINISH_NONE:
             return output, finish
@@ -73,7 +89,13 @@ class _Request:
     history: list[int]  # history[i]: hash of tokens[:i + 1]
     table: list[int]
     num_computed: int
+    num_prompt_logprobs: int
     decoding: bool = False
+
+    @property
+    def missing_prompt_logprobs(self) -> range:
+        """Prompt positions whose log-probabilities are asked for and not yet reported."""
+        return range(self.num_prompt_logprobs + 1, self.num_prompt_tokens if self.spec.prompt_logprobs >= 0 else 0)
 
     def append(self, token: int) -> None:
         self.history.append(extend(self.history[-1] if self.history else _EMPTY, token))
@@ -198,7 +220,12 @@ class FakeRank:
             if max(new.token_ids) >= self.vocab_size:
                 refused.append(new.rid)
             else:
-                self._requests[new.rid] = self._make(new)
+                request = self._requests[new.rid] = self._make(new)
+                self._need(
+                    not request.missing_prompt_logprobs or new.num_computed_tokens <= new.num_prompt_logprobs,
+                    f"prompt log-probabilities of {new.rid} are asked for behind computed tokens",
+                    plan,
+                )
         for rid, blocks in plan.blocks.items():
             self._need(rid in self._known, f"blocks for request {rid}, never seen", plan)
             self._check_granted(plan, blocks)
@@ -216,6 +243,7 @@ class FakeRank:
             history=[],
             table=list(new.block_ids),
             num_computed=new.num_computed_tokens,
+            num_prompt_logprobs=new.num_prompt_logprobs,
         )
         for token in new.token_ids:
             request.append(token)
@@ -257,15 +285,22 @@ class FakeRank:
     def _sample(self, plan: StepPlan, rows: dict[int, tuple[int, int]], refused: list[int], pending: _Pending) -> None:
         sampled = [(rid, -1, FINISH_ERROR) for rid in refused]
         logprobs = {}
+        prompt_logprobs = {}
         for rid, (_, end) in rows.items():
             request = self._requests[rid]
             request.num_computed = end
+            due = [position for position in request.missing_prompt_logprobs if position <= end]
+            if due:
+                seen = self._read(request, end)
+                prompt_logprobs[rid] = tuple(prompt_logprob(seen[p - 1], request.tokens[p]) for p in due)
+                request.num_prompt_logprobs += len(due)
             if end < len(request.tokens):
                 continue
             request.decoding = True
-            token = pick(request.spec, self._read(request, end), self.vocab_size)
-            request.append(token)
             num_output = len(request.tokens) - request.num_prompt_tokens
+            token = pick(request.spec, self._read(request, end), self.vocab_size, num_output)
+            request.append(token)
+            num_output += 1
             finish = finish_code(request.spec, token, num_output)
             if request.spec.logprobs >= 0:
                 logprobs[len(sampled)] = TokenLogprobs(chosen=-float(token))
@@ -282,6 +317,7 @@ class FakeRank:
             tokens=columns[:, 1].astype(np.int32),
             finish=columns[:, 2].astype(np.int8),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             errors=dict.fromkeys(refused, "token id outside the vocabulary"),
             num_prefill_tokens=sum(end - begin for rid, (begin, end) in rows.items() if rid in plan.prefill),
             num_decode_tokens=sum(rid not in plan.prefill for rid in rows),

@@ -13,15 +13,15 @@ from epruntime.config import SchedulerConfig
 from epruntime.engine.router import Router
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.token_updates import TokenUpdate
-from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult
-from epruntime.testing.fake_rank import FakeRank, unbatched
+from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult, TokenLogprobs
+from epruntime.testing.fake_rank import FakeRank, unbatched, unbatched_prompt_logprobs
 
 VOCAB_SIZE = 11
 
 
-def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), logprobs: int = -1) -> SamplingSpec:
+def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), **others: int) -> SamplingSpec:
     return SamplingSpec(
-        temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens, logprobs=logprobs
+        temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens, **others
     )
 
 
@@ -91,6 +91,7 @@ class SchedulerSim:
         self.router = Router(num_groups)
         self.prompts: dict[int, tuple[list[int], SamplingSpec]] = {}
         self.outputs: dict[int, list[int]] = {}
+        self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         self.ended: dict[int, int] = {}  # rid -> FINISH_*, or -1 dropped
         self.num_in_flight = 0
         self.step = 0
@@ -140,6 +141,9 @@ class SchedulerSim:
         self.num_in_flight -= 1
         for update in updates:
             assert update.rid not in self.ended, f"update for the ended request {update.rid}"
+            if update.prompt_logprobs is not None:
+                assert not self.outputs[update.rid], "prompt log-probabilities come with the first token"
+                self.prompt_logprobs[update.rid] = update.prompt_logprobs
             if update.finish != FINISH_ERROR:
                 self.outputs[update.rid].append(update.token)
             if update.finish != FINISH_NONE:
@@ -168,8 +172,14 @@ class SchedulerSim:
         self.check_outputs()
 
     def check_outputs(self) -> None:
-        """Every request has exactly the tokens that it gets alone; a dropped one a leading part of them."""
+        """Every request has exactly the tokens that it gets alone; a dropped one a leading part of them.
+
+        So with the prompt's log-probabilities, which are there with the first token where they are asked for.
+        """
         for rid, (prompt, spec) in self.prompts.items():
+            asked = spec.prompt_logprobs >= 0 and self.outputs[rid]
+            expected = unbatched_prompt_logprobs(prompt) if asked else None
+            assert self.prompt_logprobs.get(rid) == expected, f"request {rid}"
             if self.ended.get(rid) == FINISH_ERROR:
                 assert not self.outputs[rid]
                 continue

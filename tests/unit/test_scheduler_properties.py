@@ -44,7 +44,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared = data.draw(st.integers(0, length), "of which shared")
         rest = data.draw(st.lists(TOKENS, min_size=length - shared, max_size=length - shared), "rest")
         max_tokens = data.draw(st.integers(1, room - length), "max_tokens")
-        self.sim.add(stem[:shared] + rest, make_spec(max_tokens=max_tokens, seed=seed, stop_ids=tuple(stop_ids)))
+        spec = make_spec(
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_ids=tuple(stop_ids),
+            min_tokens=data.draw(st.integers(0, max_tokens), "min_tokens"),
+            prompt_logprobs=data.draw(st.sampled_from([-1, 0]), "prompt_logprobs"),
+        )
+        self.sim.add(stem[:shared] + rest, spec)
 
     @precondition(lambda self: self.sim.live)
     @rule(data=st.data())
@@ -74,7 +81,7 @@ SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_co
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-def crowd(seed: int, *, depth: int = 2, check: bool = True) -> SchedulerSim:
+def crowd(seed: int, *, depth: int = 2, check: bool = True, logprobs: bool = False) -> SchedulerSim:
     """Far more requests than a small cache holds, with random stops and drops, run to their end."""
     rng = random.Random(seed)
     sim = SchedulerSim(
@@ -85,7 +92,9 @@ def crowd(seed: int, *, depth: int = 2, check: bool = True) -> SchedulerSim:
         shared = rng.randint(0, length)
         prompt = rng.choice(STEMS)[:shared] + [rng.randrange(VOCAB_SIZE) for _ in range(length - shared)]
         stop_ids = (rng.randrange(VOCAB_SIZE),) if rng.random() < 0.5 else ()
-        sim.add(prompt, make_spec(max_tokens=max_tokens, seed=rng.randrange(3), stop_ids=stop_ids))
+        asked = 0 if logprobs and rng.random() < 0.5 else -1
+        spec = make_spec(max_tokens=max_tokens, seed=rng.randrange(3), stop_ids=stop_ids, prompt_logprobs=asked)
+        sim.add(prompt, spec)
         if rng.random() < 0.5 and sim.num_in_flight < depth:
             sim.send()
         if rng.random() < 0.5 and sim.num_in_flight:
@@ -104,6 +113,14 @@ def test_a_crowd_in_a_small_cache_preempts_chunks_mixes_and_reuses(depth):
             total[name] = total.get(name, 0) + value
     assert min(total[n] for n in ("preemptions", "chunks", "mixed_steps", "empty_plans", "prefix_hit_tokens")) > 10
     assert total["holds"] == 0 if depth == 1 else total["holds"] > 10
+
+
+def test_prompt_logprobs_survive_chunks_preemptions_and_cached_prefixes():
+    sims = [crowd(seed, logprobs=True) for seed in range(25)]
+    for name in ("preemptions", "chunks", "prefix_hit_tokens"):
+        assert sum(getattr(sim.schedulers[0].counters, name) for sim in sims) > 10
+    again = [new for sim in sims for (plan,) in sim.plans for new in plan.new if new.num_prompt_logprobs > 0]
+    assert again, "no request came back for the rest of them"
 
 
 def test_the_first_arrival_is_never_preempted():
