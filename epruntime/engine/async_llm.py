@@ -20,10 +20,13 @@ from epruntime.engine.defaults import SamplingDefaults
 from epruntime.engine.detokenizer import TokenTexts
 from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
+from epruntime.engine.observer import EngineObserver, Observers
 from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.processor import InputProcessor, Limits, Prompt
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.stats import EngineStats, EngineView, StatsBook
+from epruntime.engine.stats_poller import StatsPoller
 from epruntime.engine.status import EngineState, EngineStatus, StatusHolder
 from epruntime.engine.text_thread import TextThread
 from epruntime.engine.token_updates import TokenUpdates
@@ -86,6 +89,9 @@ class AsyncLLM:
         self._live = LiveRequests(config.scheduler.max_queued_requests)
         self._status = StatusHolder()
         self._draining = False
+        self._observers = Observers()
+        self._stats_book = StatsBook()
+        self._stats_poller = StatsPoller(self._stats_book, self._view)
         self._name = config.model.served_model_name or Path(config.model.model).resolve().name
         self._started = time.time()
         self._core = EngineCore(
@@ -95,6 +101,7 @@ class AsyncLLM:
             on_scheduled=self._on_scheduled,
             on_updates=self._on_updates,
             on_dead=self._on_dead,
+            on_step=self._observers.step,
         )
         # the pool may outlive this engine by many others
         self._forget_lost = group.on_lost(self._core.fail)
@@ -203,13 +210,15 @@ class AsyncLLM:
             InvalidRequestError, QueueFullError, RequestFailedError.
             UnavailableError: the engine is draining or shut down. EngineDeadError: it cannot go on.
         """
-        self._check_open()
-        params = self.sampling_params() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
-        state = self._live.reserve(params, request_id)
+        with self._observers.refusal():
+            self._check_open()
+            params = self.sampling_params() if sampling_params is None else sampling_params
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
+            state = self._live.reserve(params, request_id)
         try:
-            await self._admit(state, prompt)
+            with self._observers.refusal():
+                await self._admit(state, prompt)
             delta = state.fetch()
             yield delta
             while not delta.finished:
@@ -257,6 +266,25 @@ class AsyncLLM:
         state.abort()
         self._drop(state)
 
+    def add_observer(self, observer: EngineObserver) -> Callable[[], None]:
+        """From now on `observer` is told of requests and tokens; returns what takes it back."""
+        return self._observers.add(observer)
+
+    def stats_snapshot(self) -> EngineStats:
+        """What the engine has done and how it stands; asks no rank. Counters never fall.
+
+        What the ranks themselves count is as old as `counters_age_s` says; see `poll_stats`.
+        """
+        return self._stats_book.snapshot(self._view())
+
+    def poll_stats(self, interval_s: float) -> None:
+        """Asks the ranks for their own counters every `interval_s` seconds, for `stats_snapshot`, until shutdown."""
+        self._stats_poller.start(interval_s)
+
+    async def refresh_stats(self) -> bool:
+        """Asks the ranks for their own counters now; False if not all answered."""
+        return await self._stats_poller.poll()
+
     async def info(self) -> dict[str, Any]:
         """What is served, by which ranks, and what they have done; plain values only (JSON-ready).
 
@@ -301,6 +329,7 @@ class AsyncLLM:
         """Ends all requests, unloads the model, and stops the ranks unless they were given. Safe to call again."""
         self._draining = True
         self._forget_lost()
+        self._stats_poller.stop()
         for state in self._live:
             state.fail(UnavailableError("the engine was shut down before this request ended"))
         self._text_thread.close()
@@ -309,6 +338,15 @@ class AsyncLLM:
             await self._own_pool.stop()
         elif not self.errored:
             await self._group.unload()
+
+    def _view(self) -> EngineView:
+        return EngineView(
+            config=self.config,
+            core=self._core,
+            group=self._group,
+            restarts=0,
+            answering=self.status.state in (EngineState.READY, EngineState.STALLED),
+        )
 
     # ---- a request's way in and out
 
@@ -338,9 +376,11 @@ class AsyncLLM:
             return
         for request in state.admit(job.result(), self._texts):
             self._core.add(request)
+        self._observers.admitted(state)
 
     def _release(self, state: RequestState) -> None:
         self._live.release(state)
+        self._observers.finished(state)
         self._drop(state)
 
     def _drop(self, state: RequestState) -> None:
@@ -356,7 +396,8 @@ class AsyncLLM:
             state.scheduled(sequence, new)
 
     def _on_updates(self, updates: TokenUpdates) -> None:
-        sequences = self._live.sequences
+        sequences, observing = self._live.sequences, bool(self._observers)
+        taken: list[tuple[int, bool]] = []
         for update in updates:
             found = sequences.get(update.rid)
             if found is None:
@@ -364,11 +405,17 @@ class AsyncLLM:
             state, sequence = found
             if state.error is not None or sequence.finish_reason is not None:
                 continue
-            if state.update(sequence, update):
+            preemptions = sequence.num_preemptions
+            ended = state.update(sequence, update)
+            if observing and state.error is None:
+                taken.append((update.rid, sequence.num_preemptions > preemptions))
+            if ended:
                 if state.error is not None:
                     self._drop(state)
                 else:
                     self._core.drop(update.rid)  # where the rank has ended it this does nothing
+        if taken:
+            self._observers.tokens(taken)
 
     def _on_dead(self, error: EngineDeadError) -> None:
         for state in self._live:

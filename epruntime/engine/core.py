@@ -40,7 +40,8 @@ class EngineCore:
         ranks: one handle per attention group, loaded with the model.
         schedulers: one per rank, same order.
         on_scheduled: called with each request that enters a rank, again after a preemption.
-        on_updates: called with the new tokens of each step.
+        on_updates: called with the new tokens of each step, rank by rank.
+        on_step: called after each step with the numbers of prefill and decode tokens that all ranks computed in it.
         on_dead: called once, with the error, when the engine cannot go on.
     """
 
@@ -53,12 +54,14 @@ class EngineCore:
         on_scheduled: Callable[[NewRequest], None],
         on_updates: Callable[[TokenUpdates], None],
         on_dead: Callable[[EngineDeadError], None],
+        on_step: Callable[[int, int], None] = lambda num_prefill_tokens, num_decode_tokens: None,
     ) -> None:
         self._ranks, self.schedulers = list(ranks), list(schedulers)
         self._depth = config.scheduler.pipeline_depth
         self._step_timeout_s = config.parallel.step_timeout_s
         self._router = Router(len(self.schedulers))
         self._on_scheduled, self._on_updates, self._on_dead = on_scheduled, on_updates, on_dead
+        self._on_step = on_step
         self._wake = asyncio.Event()
         self._next_step = 0
         self.stats = CoreStats()
@@ -159,18 +162,21 @@ class EngineCore:
         return [StepResult.from_wire(future.result()["result"]) for future in futures]
 
     def _apply(self, results: list[StepResult]) -> None:
+        num_prefill = sum(result.num_prefill_tokens for result in results)
+        num_decode = sum(result.num_decode_tokens for result in results)
         self.stats.steps += 1
+        self.stats.prefill_tokens += num_prefill
+        self.stats.decode_tokens += num_decode
         for scheduler, result in zip(self.schedulers, results, strict=True):
-            self.stats.prefill_tokens += result.num_prefill_tokens
-            self.stats.decode_tokens += result.num_decode_tokens
             updates = scheduler.apply(result)
             for rid in updates.finished:
                 self._router.release(rid)
             if updates:
                 self._on_updates(updates)
+        self._on_step(num_prefill, num_decode)
 
     def _die(self, error: EngineDeadError) -> None:
         if self.dead_error is None:
-            logger.error("the engine is dead: %s", error)
+            logger.info("generation ends: %s", error)
             self.dead_error = error
             self._on_dead(error)

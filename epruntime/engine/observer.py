@@ -1,17 +1,22 @@
 """EngineObserver: told what happens to requests, for metrics and logs; and Observers, which tells all of them.
 
-AsyncLLM -> Observers: admitted, refused, token (per token: one dictionary entry), step end -> EngineObserver
+AsyncLLM, EngineCore -> Observers: refusal, admitted, tokens, step, finished -> EngineObserver
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from epruntime.errors import EPRuntimeError
 from epruntime.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from epruntime.engine.request_state import RequestState
 
 logger = logging.getLogger("epruntime.engine.observer")
 
@@ -122,14 +127,28 @@ class Observers:
 
         return forget
 
-    def admitted(self, request: AdmittedRequest, rids: Sequence[int], arrival: float) -> None:
-        if self._observers:
-            clock = _Clock(arrival, request.num_prompt_tokens)
-            self._clocks.update(dict.fromkeys(rids, clock))
-            self._tell("admitted", request)
+    @contextmanager
+    def refusal(self) -> Iterator[None]:
+        """An error that is raised in here refuses a request."""
+        try:
+            yield
+        except EPRuntimeError as error:
+            self._tell("refused", error)
+            raise
 
-    def refused(self, error: BaseException) -> None:
-        self._tell("refused", error)
+    def admitted(self, state: RequestState) -> None:
+        if not self._observers:
+            return
+        num_prompt_tokens = state.num_prompt_tokens
+        clock = _Clock(state.metrics.arrival_time, num_prompt_tokens)
+        self._clocks.update((sequence.rid, clock) for sequence in state.sequences)
+        request = AdmittedRequest(
+            request_id=state.request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            n=len(state.sequences),
+            max_tokens=state.params.max_tokens,
+        )
+        self._tell("admitted", request)
 
     def tokens(self, taken: Sequence[tuple[int, bool]]) -> None:
         """Tokens that came together: (rid of the sequence, whether it was preempted since its last token)."""
@@ -154,11 +173,24 @@ class Observers:
     def step(self, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         self._tell("step", num_prefill_tokens, num_decode_tokens)
 
-    def finished(self, request: FinishedRequest, rids: Sequence[int]) -> None:
-        """Only told of requests of whose admission it was told."""
-        known = [self._clocks.pop(rid, None) for rid in rids]
-        if any(known):
-            self._tell("finished", request)
+    def finished(self, state: RequestState) -> None:
+        """The request has left. Observers are told of those of whose admission they were told."""
+        clocks = [self._clocks.pop(sequence.rid, None) for sequence in state.sequences]
+        if not any(clocks):
+            return
+        metrics, instead = state.metrics, "abort" if state.error is None else "error"
+        if metrics.finished_time is None:
+            metrics = replace(metrics, finished_time=time.monotonic())
+        request = FinishedRequest(
+            request_id=state.request_id,
+            metrics=metrics,
+            finish_reasons=tuple(sequence.finish_reason or instead for sequence in state.sequences),
+            num_prompt_tokens=state.num_prompt_tokens,
+            num_output_tokens=tuple(sequence.num_tokens for sequence in state.sequences),
+            num_cached_tokens=state.num_cached_tokens,
+            error=state.error,
+        )
+        self._tell("finished", request)
 
     def _tell(self, what: str, *args: Any) -> None:
         for observer in list(self._observers):

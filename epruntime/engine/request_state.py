@@ -55,6 +55,16 @@ class RequestState:
         """No more tokens are wanted: every sequence has ended, or an error has ended all of them."""
         return self._num_running == 0 or self.error is not None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """0 until it is admitted."""
+        return 0 if self.request is None else len(self.request.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; 0 until a rank has it."""
+        return self._num_cached_tokens or 0
+
     # ---- the engine's side
 
     def admit(self, request: EngineRequest, texts: TokenTexts | None) -> list[EngineRequest]:
@@ -191,7 +201,7 @@ class RequestState:
             # one that was aborted before it was admitted has drawn none
             seed=(self.params.seed or 0) if request is None else request.spec.seed,
             metrics=self.metrics,
-            num_cached_tokens=self._num_cached_tokens or 0,
+            num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_tokens,
         )
 

@@ -11,13 +11,33 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from epruntime.engine.scheduler import GroupScheduler
-from epruntime.launchers.handle import RankHandle
 from epruntime.moe.counters import LAYER_COUNTERS
+
+if TYPE_CHECKING:
+    from epruntime.config import EngineConfig
+    from epruntime.engine.core import EngineCore
+    from epruntime.engine.model_group import ModelGroup
+    from epruntime.engine.scheduler import GroupScheduler
+    from epruntime.launchers.handle import RankHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineView:
+    """The parts of an engine that statistics are made of. A restart puts others in their place.
+
+    Attributes:
+        answering: ranks answer when asked: none is lost, and none loads a model.
+    """
+
+    config: EngineConfig
+    core: EngineCore
+    group: ModelGroup
+    restarts: int
+    answering: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,40 +163,32 @@ class StatsBook:
         """The ranks' counters are known to be what they were when they were last taken."""
         self._taken = time.monotonic()
 
-    def snapshot(
-        self,
-        *,
-        core: Any,
-        schedulers: Sequence[GroupScheduler],
-        ranks: Sequence[RankHandle],
-        num_kv_blocks: Sequence[int],
-        generation: int,
-        restarts: int,
-        cache_facts: Mapping[str, Any],
-        parallel_facts: Mapping[str, Any],
-    ) -> EngineStats:
-        """The engine now.
-
-        Args:
-            core: CoreStats of the running core. schedulers, ranks, num_kv_blocks: in the same order.
-        """
-        now = time.monotonic()
-        totals = self._core.totals(core)
+    def snapshot(self, view: EngineView) -> EngineStats:
+        """The engine now."""
+        now, group, core = time.monotonic(), view.group, view.core
+        totals = self._core.totals(core.stats)
+        cache, parallel = view.config.cache, view.config.parallel
         return EngineStats(
             time=now,
             counters_age_s=None if self._taken is None else now - self._taken,
-            generation=generation,
-            restarts=restarts,
+            generation=group.generation,
+            restarts=view.restarts,
             steps=totals["steps"],
             prefill_tokens=totals["prefill_tokens"],
             decode_tokens=totals["decode_tokens"],
             ranks=tuple(
                 self._rank(rank, scheduler, blocks)
-                for rank, scheduler, blocks in zip(ranks, schedulers, num_kv_blocks, strict=True)
+                for rank, scheduler, blocks in zip(group.ranks, core.schedulers, group.num_kv_blocks, strict=True)
             ),
             layers=self._layer_loads(),
-            cache_facts=cache_facts,
-            parallel_facts=parallel_facts,
+            cache_facts={"block_size": cache.block_size, "enable_prefix_caching": cache.enable_prefix_caching},
+            parallel_facts={
+                "expert_parallel_size": parallel.expert_parallel_size,
+                "launcher": parallel.launcher,
+                "transport": group.transport,
+                "experts_backend": group.experts_backend,
+                "invariance": parallel.invariance,
+            },
         )
 
     def _rank(self, rank: RankHandle, scheduler: GroupScheduler, num_kv_blocks: int) -> RankStats:

@@ -10,39 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from epruntime.engine.stats import StatsBook
+from epruntime.engine.stats import EngineView, StatsBook
 from epruntime.errors import EPRuntimeError
-from epruntime.launchers.handle import RankHandle
 
 logger = logging.getLogger("epruntime.engine.stats_poller")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PollTarget:
-    """Whom to ask.
-
-    Attributes:
-        steps: made so far; the ranks' counters change with it alone. timeout_s: for an answer.
-    """
-
-    generation: int
-    steps: int
-    ranks: Sequence[RankHandle]
-    timeout_s: float
+#: seconds until a poll gives up on an answer and asks anew; long, since a rank answers after its steps in flight
+_ANSWER_S = 300.0
 
 
 class StatsPoller:
     """Keeps a StatsBook fresh.
 
     Args:
-        target: whom to ask now; None while there is no use in asking (ranks are lost, or load a model).
+        view: the engine as it is now.
     """
 
-    def __init__(self, book: StatsBook, target: Callable[[], PollTarget | None]) -> None:
-        self._book, self._target = book, target
+    def __init__(self, book: StatsBook, view: Callable[[], EngineView]) -> None:
+        self._book, self._view = book, view
         self._task: asyncio.Task[None] | None = None
         self._taken: tuple[int, int] | None = None  # generation and steps at the last poll
 
@@ -58,14 +46,15 @@ class StatsPoller:
 
     async def poll(self) -> bool:
         """Asks once, unless no step has been made since; False if not all ranks answered."""
-        target = self._target()
-        if target is None:
+        view = self._view()
+        if not view.answering:
             return False
-        moment = (target.generation, target.steps)
+        generation, ranks = view.group.generation, view.group.ranks
+        moment = (generation, view.core.stats.steps)
         if moment == self._taken:
             self._book.confirm()
             return True
-        calls = [rank.call("counters", timeout_s=target.timeout_s) for rank in target.ranks]
+        calls = [rank.call("counters", timeout_s=_ANSWER_S) for rank in ranks]
         try:
             replies = await asyncio.gather(*calls)
         except EPRuntimeError as error:  # the engine learns of a lost rank elsewhere
@@ -74,8 +63,8 @@ class StatsPoller:
         finally:
             for call in calls:
                 call.cancel()
-        slots = [rank.info.slot for rank in target.ranks]
-        self._book.take(target.generation, dict(zip(slots, replies, strict=True)))
+        slots = [rank.info.slot for rank in ranks]
+        self._book.take(generation, dict(zip(slots, replies, strict=True)))
         self._taken = moment
         return True
 

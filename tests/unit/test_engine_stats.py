@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from epruntime.config import EngineConfig
+from epruntime.config.engine import ModelConfig
 from epruntime.engine.core import CoreStats
-from epruntime.engine.stats import EngineStats, StatsBook, balancedness
-from epruntime.engine.stats_poller import PollTarget, StatsPoller
+from epruntime.engine.stats import EngineStats, EngineView, StatsBook, balancedness
+from epruntime.engine.stats_poller import StatsPoller
 from epruntime.errors import RankLostError
 from epruntime.moe.counters import LAYER_COUNTERS
 from epruntime.moe.stats import MoEStats
@@ -43,9 +45,25 @@ class _Scheduler:
     kv_usage: float = 0.0
 
 
-def _rank(slot: int, incarnation: int = 0) -> Any:
-    info = SimpleNamespace(slot=slot, host=f"host{slot}", ep_rank=slot, incarnation=incarnation)
-    return SimpleNamespace(info=info, lost=None, progress=None)
+def _view(core: CoreStats, schedulers: list[_Scheduler], generation: int = 0, ranks: Any = None) -> EngineView:
+    def rank(slot: int) -> Any:
+        info = SimpleNamespace(slot=slot, host=f"host{slot}", ep_rank=slot, incarnation=generation)
+        return SimpleNamespace(info=info, lost=None, progress=None)
+
+    group = SimpleNamespace(
+        ranks=ranks or [rank(i) for i in range(len(schedulers))],
+        num_kv_blocks=[10] * len(schedulers),
+        generation=generation,
+        transport="gloo",
+        experts_backend="reference",
+    )
+    return EngineView(
+        config=EngineConfig(model=ModelConfig(model="m")),
+        core=SimpleNamespace(stats=core, schedulers=schedulers),  # type: ignore[arg-type]
+        group=group,  # type: ignore[arg-type]
+        restarts=generation,
+        answering=True,
+    )
 
 
 def _reply(pairs: dict[int, int], experts: dict[int, list[int]], *, rounds: int = 0, rss: int = 100) -> dict[str, Any]:
@@ -63,16 +81,7 @@ def _reply(pairs: dict[int, int], experts: dict[int, list[int]], *, rounds: int 
 
 
 def _snapshot(book: StatsBook, core: CoreStats, schedulers: list[_Scheduler], generation: int = 0) -> EngineStats:
-    return book.snapshot(
-        core=core,
-        schedulers=schedulers,  # type: ignore[arg-type]
-        ranks=[_rank(i) for i in range(len(schedulers))],
-        num_kv_blocks=[10] * len(schedulers),
-        generation=generation,
-        restarts=generation,
-        cache_facts={},
-        parallel_facts={},
-    )
+    return book.snapshot(_view(core, schedulers, generation))
 
 
 def test_layers_and_ranks_add_up() -> None:
@@ -166,7 +175,7 @@ class _FakeRank:
         self._log = log
 
     def call(self, type: str, timeout_s: float | None = None) -> asyncio.Future[dict[str, Any]]:
-        assert timeout_s == 9
+        assert timeout_s is not None
         self._log.append(f"{type} {self.info.slot}")
         self.replies.append(asyncio.get_running_loop().create_future())
         return self.replies[-1]
@@ -175,11 +184,8 @@ class _FakeRank:
 def test_a_poll_asks_all_ranks_in_one_turn_and_only_after_steps() -> None:
     async def run() -> None:
         log: list[str] = []
-        ranks, book, steps = [_FakeRank(0, log), _FakeRank(1, log)], StatsBook(), 1
-        poller = StatsPoller(
-            book,
-            lambda: PollTarget(generation=0, steps=steps, ranks=ranks, timeout_s=9),  # type: ignore[arg-type]
-        )
+        ranks, book, core = [_FakeRank(0, log), _FakeRank(1, log)], StatsBook(), CoreStats(steps=1)
+        poller = StatsPoller(book, lambda: _view(core, [], ranks=ranks))
         poll = asyncio.create_task(poller.poll())
         await asyncio.sleep(0)
         assert log == ["counters 0", "counters 1"]  # nothing, thus no plan, can have come in between
@@ -195,7 +201,7 @@ def test_a_poll_asks_all_ranks_in_one_turn_and_only_after_steps() -> None:
         assert age is not None
         assert age < 0.02
         # one rank is gone: what was known stays, and grows old
-        steps = 2
+        core.steps = 2
         poll = asyncio.create_task(poller.poll())
         await asyncio.sleep(0)
         ranks[1].replies[-1].set_exception(RankLostError(slot=1, host="h", detail="killed"))
@@ -210,14 +216,14 @@ def test_polling_goes_on_after_a_failure_and_ends_when_it_is_stopped() -> None:
     async def run() -> None:
         asked = 0
 
-        def target() -> PollTarget | None:
+        def view() -> EngineView:
             nonlocal asked
             asked += 1
             if asked == 1:
                 raise RuntimeError("a fault")
-            return None
+            return replace(_view(CoreStats(), []), answering=False)
 
-        poller = StatsPoller(StatsBook(), target)
+        poller = StatsPoller(StatsBook(), view)
         poller.start(0.01)
         await asyncio.sleep(0.1)
         assert asked >= 3
