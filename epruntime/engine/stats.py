@@ -46,7 +46,8 @@ class RankStats:
 
     Attributes:
         up: False once the rank is lost.
-        progress_age_s: seconds since its progress thread was last heard of; None before the first time.
+        progress_age_s: seconds since its progress last changed; it grows while the rank has nothing to do.
+        heartbeat_age_s: seconds since its progress thread was last heard of, busy or not.
         kv_usage: share of KV blocks in use, 0 to 1.
         scheduler: fields of SchedulerCounters -> totals.
         moe: LAYER_COUNTERS -> totals over this rank's layers ("steps": of one layer); empty before the first answer.
@@ -58,7 +59,8 @@ class RankStats:
     ep_rank: int
     incarnation: int
     up: bool
-    progress_age_s: float | None
+    progress_age_s: float
+    heartbeat_age_s: float
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -192,7 +194,7 @@ class StatsBook:
         )
 
     def _rank(self, rank: RankHandle, scheduler: GroupScheduler, num_kv_blocks: int) -> RankStats:
-        info = rank.info
+        info, progress = rank.info, rank.progress
         moe: dict[str, float] = {}
         if info.slot in self._counters:
             by_layer = self._counters[info.slot].total
@@ -204,7 +206,8 @@ class StatsBook:
             ep_rank=info.ep_rank,
             incarnation=info.incarnation,
             up=rank.lost is None,
-            progress_age_s=None,
+            progress_age_s=progress.age_s,
+            heartbeat_age_s=progress.silent_s,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_usage=scheduler.kv_usage,

@@ -20,9 +20,10 @@ _RANK_GAUGES: tuple[_RankValue, ...] = (
     ("rank_incarnation", "How often the rank's place was filled anew.", lambda r: r.incarnation),
     (
         "rank_progress_age_seconds",
-        "Seconds since the rank's progress thread was last heard of.",
+        "Seconds since the rank's progress changed, idle or not.",
         lambda r: r.progress_age_s,
     ),
+    ("rank_heartbeat_age_seconds", "Seconds since the rank's last heartbeat.", lambda r: r.heartbeat_age_s),
     ("rank_resident_memory_bytes", "Resident memory of the rank's process.", lambda r: r.rss_bytes or None),
 )
 

@@ -48,7 +48,7 @@ class _Scheduler:
 def _view(core: CoreStats, schedulers: list[_Scheduler], generation: int = 0, ranks: Any = None) -> EngineView:
     def rank(slot: int) -> Any:
         info = SimpleNamespace(slot=slot, host=f"host{slot}", ep_rank=slot, incarnation=generation)
-        return SimpleNamespace(info=info, lost=None, progress=None)
+        return SimpleNamespace(info=info, lost=None, progress=SimpleNamespace(age_s=0.5, silent_s=0.1))
 
     group = SimpleNamespace(
         ranks=ranks or [rank(i) for i in range(len(schedulers))],
