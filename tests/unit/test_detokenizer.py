@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from epruntime.engine.detokenizer import Detokenizer, TokenTexts
 from epruntime.engine.tokenizer import Tokenizer
+from epruntime.testing.tiny_tokenizer import save_tokenizer
 
 
 def _byte_level() -> Tokenizer:
-    raw = RawTokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"]
-    )
-    raw.train_from_iterator(["the quick brown fox", "over the lazy dog"], trainer)
-    tokenizer = Tokenizer.__new__(Tokenizer)
-    tokenizer.hf = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
-    return tokenizer
+    with tempfile.TemporaryDirectory() as directory:
+        return Tokenizer(save_tokenizer(Path(directory), ["the quick brown fox", "over the lazy dog"], vocab_size=300))
 
 
 @pytest.fixture(scope="module")

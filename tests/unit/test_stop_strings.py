@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from epruntime.engine.detokenizer import StopMatcher, TokenTexts
 from epruntime.engine.processor import InputProcessor, Limits
@@ -20,6 +19,7 @@ from epruntime.engine.token_updates import TokenUpdate
 from epruntime.engine.tokenizer import Tokenizer
 from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from epruntime.sampling_params import SamplingParams
+from epruntime.testing.tiny_tokenizer import save_tokenizer
 
 EOS = 0
 #: few characters, of one to four bytes, so that stop strings occur
@@ -27,17 +27,10 @@ ALPHABET = "ab\n世é👍"
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level BPE whose tokens hold single bytes, characters, and several characters."""
-    raw = RawTokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>", "<s>"]
-    )
-    raw.train_from_iterator(["ab\nab a世bé", "é世 aab\n\nb👍", "abab世é"] * 9, trainer)
-    tokenizer = Tokenizer.__new__(Tokenizer)
-    tokenizer.hf = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", bos_token="<s>")
-    return tokenizer
+    """One whose tokens hold single bytes, characters, and several characters."""
+    texts = ["ab\nab a世bé", "é世 aab\n\nb👍", "abab世é"] * 9
+    with tempfile.TemporaryDirectory() as directory:
+        return Tokenizer(save_tokenizer(Path(directory), texts, words=False))
 
 
 TOKENIZER = _tokenizer()
