@@ -104,7 +104,13 @@ class ConnectionClosedError(EPRuntimeError):
 
 
 class EngineDeadError(EPRuntimeError):
-    """The engine cannot go on; every request it held has ended with this error."""
+    """The engine cannot go on; every request it held has ended with this error.
+
+    Attributes:
+        retry_after_s: seconds after which a retry makes sense, where the engine is coming back by itself; else None.
+    """
+
+    retry_after_s: float | None = None
 
 
 class RankLostError(EngineDeadError):
@@ -119,7 +125,7 @@ class RankLostError(EngineDeadError):
         super().__init__(f"rank {slot} on host {host} is lost: {detail}")
 
     def __reduce__(self) -> tuple[Any, ...]:  # callers may carry it to another process, as Ray does
-        return partial(type(self), slot=self.slot, host=self.host, detail=self.detail), ()
+        return partial(type(self), slot=self.slot, host=self.host, detail=self.detail), (), self.__dict__
 
 
 #: exception type -> (grpc.StatusCode name, HTTP status). First match in order wins.

@@ -18,6 +18,7 @@ from epruntime.config import EngineConfig
 from epruntime.engine.core import EngineCore
 from epruntime.engine.defaults import SamplingDefaults
 from epruntime.engine.detokenizer import TokenTexts
+from epruntime.engine.lifecycle import Lifecycle
 from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.observer import EngineObserver, Observers
@@ -27,7 +28,7 @@ from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.stats import EngineStats, EngineView, StatsBook
 from epruntime.engine.stats_poller import StatsPoller
-from epruntime.engine.status import EngineState, EngineStatus, StatusHolder
+from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.engine.text_thread import TextThread
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
@@ -54,11 +55,27 @@ _MODEL_FACTS = (
 class AsyncLLM:
     """Serves one model. Make it with `create`; use it on the loop it was created on."""
 
-    def __init__(self, config: EngineConfig, group: ModelGroup, pool: RankPool | None, tokenizer: Tokenizer | None):
+    def __init__(
+        self, config: EngineConfig, group: ModelGroup, pool: RankPool, tokenizer: Tokenizer | None, *, own_pool: bool
+    ) -> None:
         self.config = config
-        self._group = group
-        self._own_pool = pool
+        self._pool, self._own_pool = pool, own_pool
         self._tokenizer = tokenizer
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._text_thread = TextThread()
+        self._defaults = SamplingDefaults(group.info, source=config.model.generation_config)
+        self._live = LiveRequests(config.scheduler.max_queued_requests)
+        self._draining = False
+        self._observers = Observers()
+        self._stats_book = StatsBook()
+        self._stats_poller = StatsPoller(self._stats_book, self._view)
+        self._name = config.model.served_model_name or Path(config.model.model).resolve().name
+        self._started = time.time()
+        self._life = Lifecycle(config, pool, group, open_core=self._open_core, on_down=self._fail_live)
+
+    def _open_core(self, group: ModelGroup) -> EngineCore:
+        """The schedulers and the core of a generation, with the limits that its ranks have room for."""
+        config = self.config
         schedulers = [
             GroupScheduler(
                 config.scheduler,
@@ -82,29 +99,16 @@ class AsyncLLM:
                 self.limits.max_model_len,
                 group.max_model_len,
             )
-        self._processor = InputProcessor(tokenizer, self.limits)
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
-        self._text_thread = TextThread()
-        self._defaults = SamplingDefaults(group.info, source=config.model.generation_config)
-        self._live = LiveRequests(config.scheduler.max_queued_requests)
-        self._status = StatusHolder()
-        self._draining = False
-        self._observers = Observers()
-        self._stats_book = StatsBook()
-        self._stats_poller = StatsPoller(self._stats_book, self._view)
-        self._name = config.model.served_model_name or Path(config.model.model).resolve().name
-        self._started = time.time()
-        self._core = EngineCore(
+        self._processor = InputProcessor(self._tokenizer, self.limits)
+        return EngineCore(
             config,
             group.ranks,
             schedulers,
             on_scheduled=self._on_scheduled,
             on_updates=self._on_updates,
-            on_dead=self._on_dead,
+            on_dead=lambda error: self._life.core_died(error),
             on_step=self._observers.step,
         )
-        # the pool may outlive this engine by many others
-        self._forget_lost = group.on_lost(self._core.fail)
 
     @classmethod
     async def create(
@@ -134,10 +138,12 @@ class AsyncLLM:
                 ray_address=parallel.ray_address,
                 threads_per_rank=parallel.threads_per_rank,
                 start_timeout_s=parallel.start_timeout_s,
+                # a rank that is silent is lost before a step that waits for it is overdue
+                heartbeat_timeout_s=min(parallel.heartbeat_timeout_s, 0.8 * parallel.step_timeout_s),
             )
         try:
             group = await ModelGroup.load(config, pool, progress=progress)
-            return cls(config, group, pool if rank_pool is None else None, tokenizer)
+            return cls(config, group, pool, tokenizer, own_pool=rank_pool is None)
         except BaseException:
             if rank_pool is None:
                 await pool.stop()
@@ -150,20 +156,20 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        return self._core.dead_error is not None
+        return self._life.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        return self._core.dead_error
+        return self._life.dead_error
 
     @property
     def status(self) -> EngineStatus:
         """Whether it takes requests and steps, now."""
-        return self._status.status
+        return self._life.status.status
 
     def on_status(self, callback: Callable[[EngineStatus], None]) -> Callable[[], None]:
         """Calls back, on the loop, after each change of `status`; returns what takes it back."""
-        return self._status.on_change(callback)
+        return self._life.status.on_change(callback)
 
     @property
     def model_info(self) -> dict[str, Any]:
@@ -291,7 +297,7 @@ class AsyncLLM:
         Each rank's `moe` entry holds its routed-token counts per layer and logical expert.
         """
         core, parallel = self._core.stats, self.config.parallel
-        ranks = [] if self.errored else await self._group.stats()
+        ranks = await self._group.stats() if self._life.up else []
         for rank, scheduler in zip(ranks, self._core.schedulers, strict=False):
             rank["scheduler"] = {
                 "num_running": scheduler.num_running,
@@ -328,15 +334,14 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """Ends all requests, unloads the model, and stops the ranks unless they were given. Safe to call again."""
         self._draining = True
-        self._forget_lost()
         self._stats_poller.stop()
         for state in self._live:
             state.fail(UnavailableError("the engine was shut down before this request ended"))
         self._text_thread.close()
-        await self._core.stop()
-        if self._own_pool is not None:
-            await self._own_pool.stop()
-        elif not self.errored:
+        await self._life.close()
+        if self._own_pool:
+            await self._pool.stop()
+        elif self._life.up:
             await self._group.unload()
 
     def _view(self) -> EngineView:
@@ -344,16 +349,23 @@ class AsyncLLM:
             config=self.config,
             core=self._core,
             group=self._group,
-            restarts=0,
+            restarts=self._life.num_restarts,
             answering=self.status.state in (EngineState.READY, EngineState.STALLED),
         )
+
+    @property
+    def _group(self) -> ModelGroup:
+        return self._life.group
+
+    @property
+    def _core(self) -> EngineCore:
+        return self._life.core
 
     # ---- a request's way in and out
 
     def _check_open(self) -> None:
         """Raises UnavailableError or EngineDeadError where no request is taken now."""
-        if self._core.dead_error is not None:
-            raise self._core.dead_error.with_traceback(None)  # else each raise would add its frames to the last one's
+        self._life.check()
         if self._draining:
             raise UnavailableError("the engine is shutting down and takes no new requests")
 
@@ -417,7 +429,6 @@ class AsyncLLM:
         if taken:
             self._observers.tokens(taken)
 
-    def _on_dead(self, error: EngineDeadError) -> None:
+    def _fail_live(self, error: EngineDeadError) -> None:
         for state in self._live:
             state.fail(error)
-        self._status.become(EngineState.DEAD, str(error))

@@ -110,7 +110,7 @@ async def fake_engine(
     settings = {"model": "none", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE}
     config = EngineConfig.from_kwargs(**settings | options)
     group, tokenizer = FakeGroup(num_ranks, INFO | (info or {})), LetterTokenizer()
-    engine = AsyncLLM(config, group, None, tokenizer)  # type: ignore[arg-type]
+    engine = AsyncLLM(config, group, None, tokenizer, own_pool=False)  # type: ignore[arg-type]
     try:
         yield engine, group.ranks, tokenizer
     finally:
