@@ -19,12 +19,16 @@ DEADLINE_S = 20.0
 
 
 class Serving:
-    """`with Serving() as server: Client(server.address)`; `run` runs a coroutine on the server's loop."""
+    """`with Serving() as server: Client(server.address)`; `run` runs a coroutine on the server's loop.
 
-    def __init__(self, llm: FakeLLM | None = None, *, ready: bool = True, max_message_mb: int = 16) -> None:
+    Args:
+        grpc_port: where to listen; 0: a free port. options: of ServeConfig.
+    """
+
+    def __init__(self, llm: FakeLLM | None = None, *, ready: bool = True, grpc_port: int = 0, **options: Any) -> None:
         self.llm = llm or FakeLLM()
         self._ready = ready
-        self._config = ServeConfig(port=0, grpc_port=0, max_message_mb=max_message_mb)
+        self._config = ServeConfig(port=0, grpc_port=grpc_port, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 

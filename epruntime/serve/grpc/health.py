@@ -31,6 +31,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers: set[asyncio.Event] = set()
         gate.on_change(self._changed)
 
+    @property
+    def num_watchers(self) -> int:
+        return len(self._watchers)
+
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         if request.service not in SERVICES:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"the services here are {' and '.join(map(repr, SERVICES))}")

@@ -51,8 +51,14 @@ class GrpcServer:
             ],
         )
         servicer.add_to_server(servicer.InferenceServicer(gate), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(Health(gate), self._server)
+        self._health = Health(gate)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.add_to_server(self._server)
+
+    @property
+    def num_health_watchers(self) -> int:
+        """Open Watch calls of grpc.health.v1."""
+        return self._health.num_watchers
 
     async def start(self) -> str:
         """Listens, and returns the address with the port really taken.
