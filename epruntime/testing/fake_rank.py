@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def prompt_logprob(seen: int, token: int) -> TokenLogprobs:
 def unbatched_prompt_logprobs(prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
     """Of one request computed alone: an entry for each prompt token from the second on."""
     entries, seen = [], _EMPTY
-    for before, token in zip(prompt, prompt[1:], strict=False):
+    for before, token in pairwise(prompt):
         seen = extend(seen, before)
         entries.append(prompt_logprob(seen, token))
     return tuple(entries)
