@@ -198,7 +198,10 @@ def test_chat(server, client):
 def test_chat_stream(client):
     stream = client.chat.completions.create(model="echo", messages=USER, n=2, max_tokens=5, stream=True)
     chunks = [chunk.choices[0] for chunk in stream]
-    assert [(c.index, c.delta.role, c.delta.content) for c in chunks[:2]] == [(0, "assistant", ""), (1, "assistant", "")]
+    assert [(c.index, c.delta.role, c.delta.content) for c in chunks[:2]] == [
+        (0, "assistant", ""),
+        (1, "assistant", ""),
+    ]
     texts = {i: "".join(c.delta.content or "" for c in chunks if c.index == i) for i in (0, 1)}
     assert texts == {0: "hello", 1: "elloh"}
     assert [c.finish_reason for c in chunks].count("length") == 2
