@@ -45,15 +45,18 @@ def add_engine(parser: Parser, *, skip: tuple[str, ...] = ()) -> None:
         add_config(parser, kind, skip=skip)
 
 
-def add_sampling(parser: Parser, *, defaults: Mapping[str, Any] | None = None) -> None:
+def add_sampling(parser: Parser, *, defaults: Mapping[str, Any] | None = None, skip: tuple[str, ...] = ()) -> None:
     """Flags of SamplingParams; help comes from its docstring.
 
     Args:
         defaults: of this command, where they differ from those of SamplingParams.
+        skip: fields that make no sense in this command.
     """
     group = parser.add_argument_group("sampling")
     hints, helps = typing.get_type_hints(SamplingParams), attribute_docs(SamplingParams)
     for f in fields(SamplingParams):
+        if f.name in skip:
+            continue
         text = helps.get(f.name, "")
         if defaults and f.name in defaults:
             text += f" (default: {defaults[f.name]})"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, cast
 
-from epruntime.cli import flags
+from epruntime.cli import connection, flags
+from epruntime.cli.printer import JsonPrinter, Printer, TextPrinter
 from epruntime.cli.source import Source, open_engine, open_server
 from epruntime.client import Chunk
-from epruntime.client.channel import DEFAULT_ADDRESS, check_address
-from epruntime.client.wire import Collector
+from epruntime.client.channel import endpoint
 from epruntime.config import EngineConfig
 from epruntime.errors import ConfigError, EPRuntimeError, InvalidRequestError
 
@@ -36,12 +34,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: one for each line of standard input")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--server", metavar="HOST:PORT", help=f"ask this server (default: {DEFAULT_ADDRESS})")
     where.add_argument("--model", metavar="DIRECTORY", default=argparse.SUPPRESS, help="load this model here instead")
-    parser.add_argument("--timeout", type=float, metavar="X", help="seconds that a server has for each prompt")
-    parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="json: one object per prompt, when it is finished"
-    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt, when it is finished")
+    connection.add(parser, server_in=where, timeout_of="each prompt")
     flags.add_sampling(parser, defaults={"max_tokens": MAX_TOKENS})
     flags.add_engine(parser, skip=("model",))
     parser.set_defaults(run=run, parser=parser)
@@ -56,16 +51,25 @@ def run(args: argparse.Namespace) -> int:
     prompts = args.prompts or _lines()
     if not prompts:
         args.parser.error("no prompt: give some as arguments, or lines on standard input")
-    return asyncio.run(_generate(source, prompts, sampling, as_json=args.format == "json"))
+    printer = JsonPrinter() if args.json else TextPrinter(many=len(prompts) > 1, n=sampling.get("n", 1))
+    return asyncio.run(_generate(source, prompts, sampling, printer))
 
 
 def _source(args: argparse.Namespace) -> AbstractAsyncContextManager[Source]:
     if "model" in args:
+        for name in connection.given(args):
+            raise ConfigError(
+                f"{flags.flag_of(name)} is for a server, and --model loads the model here: drop one of them"
+            )
         return open_engine(flags.engine_config(args))
     for kind in EngineConfig.SECTIONS.values():
         for name in flags.given(args, kind):
             raise ConfigError(f"{flags.flag_of(name)} is for a model that is loaded here: give --model, too")
-    return open_server(check_address(args.server or DEFAULT_ADDRESS), args.timeout)
+    options = connection.options(args)
+    checked = endpoint(options["address"], api_key=options.get("api_key"), tls=options["tls"])
+    if checked.tls is not None:
+        checked.tls.credentials()
+    return open_server(options)
 
 
 def _lines() -> list[str]:
@@ -75,7 +79,7 @@ def _lines() -> list[str]:
 
 
 async def _generate(
-    opening: AbstractAsyncContextManager[Source], prompts: list[str], sampling: dict[str, Any], *, as_json: bool
+    opening: AbstractAsyncContextManager[Source], prompts: list[str], sampling: dict[str, Any], printer: Printer
 ) -> int:
     """Returns 1 if a prompt was refused; the others are completed all the same."""
     room = asyncio.Semaphore(MAX_CONCURRENCY)
@@ -94,8 +98,7 @@ async def _generate(
         try:
             refused = 0
             for prompt, queue in zip(prompts, queues, strict=True):
-                printer = _print_json if as_json else _print_text
-                refused += not await printer(prompt, queue, many=len(prompts) > 1)
+                refused += not await _print(prompt, queue, printer)
             return 1 if refused else 0
         finally:
             for task in tasks:
@@ -103,50 +106,16 @@ async def _generate(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _print_text(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], *, many: bool) -> bool:
-    if many:
-        print(f">>> {prompt}", flush=True)
+async def _print(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], printer: Printer) -> bool:
+    printer.begin(prompt)
     while True:
         item = await queue.get()
         if isinstance(item, EPRuntimeError):
             return _refused(item)
-        print(item.text, end="", flush=True)
+        printer.add(item)
         if item.final:
-            print("\n" if many else "", flush=True)
+            printer.end()
             return True
-
-
-async def _print_json(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], *, many: bool) -> bool:
-    collector = Collector()
-    while True:
-        item = await queue.get()
-        if isinstance(item, EPRuntimeError):
-            return _refused(item)
-        collector.add(item)
-        if item.final:
-            break
-    result = collector.result()
-    facts: dict[str, Any] = {
-        "prompt": prompt,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "stop_reason": result.stop_reason,
-        "prompt_tokens": result.usage.prompt_tokens,
-        "output_tokens": result.usage.output_tokens,
-        "seed": result.seed,
-    }
-    if result.logprobs is not None:
-        facts["logprobs"] = [
-            [{"token_id": i, "token": e.decoded_token, "logprob": e.logprob} for i, e in _entries(position)]
-            for position in result.logprobs
-        ]
-    print(json.dumps(facts, ensure_ascii=False), flush=True)
-    return True
-
-
-def _entries(position: Any) -> Iterable[tuple[int, Any]]:
-    return cast(Iterable[tuple[int, Any]], position.items())
 
 
 def _refused(error: EPRuntimeError) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from epruntime.client import AsyncClient, Chunk, Timing, Usage
 from epruntime.config import EngineConfig
-from epruntime.outputs import CompletionDelta, RequestDelta
-from epruntime.serve.engine import Engine
+from epruntime.outputs import CompletionDelta, Logprob, RequestDelta
+
+if TYPE_CHECKING:  # the command line is there for a client alone, too
+    from epruntime.serve.engine import Engine
 
 
 class Source(Protocol):
@@ -32,15 +35,30 @@ class EngineSource:
 
     async def stream(self, prompt: str, sampling: Mapping[str, Any]) -> AsyncIterator[Chunk]:
         params = self._engine.sampling_params(**sampling)
+        told = params.prompt_logprobs is None
+        prompt_logprobs: list[dict[int, Logprob] | None] = []
         async with aclosing(self._engine.stream(prompt, params)) as deltas:
             async for delta in deltas:
+                prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
                 for new in delta.outputs:
-                    yield _chunk(delta, new, final=delta.finished and new is delta.outputs[-1])
+                    chunk = _chunk(delta, new, final=delta.finished and new is delta.outputs[-1])
+                    if not told:  # a delta may tell them before there is any output to hang them on
+                        chunk = replace(
+                            chunk,
+                            prompt_token_ids=tuple(delta.prompt_token_ids),
+                            prompt_logprobs=tuple(prompt_logprobs),
+                        )
+                        told = True
+                    yield chunk
 
 
 def _chunk(delta: RequestDelta, new: CompletionDelta, *, final: bool) -> Chunk:
     metrics = delta.metrics
-    usage = Usage(prompt_tokens=len(delta.prompt_token_ids), output_tokens=delta.num_output_tokens)
+    usage = Usage(
+        prompt_tokens=len(delta.prompt_token_ids),
+        output_tokens=delta.num_output_tokens,
+        cached_tokens=delta.num_cached_tokens,
+    )
     timing = Timing(
         queue_s=_since(metrics.arrival_time, metrics.scheduled_time),
         ttft_s=_since(metrics.arrival_time, metrics.first_token_time),
@@ -63,8 +81,9 @@ def _chunk(delta: RequestDelta, new: CompletionDelta, *, final: bool) -> Chunk:
 
 
 @asynccontextmanager
-async def open_server(address: str, timeout_s: float | None) -> AsyncIterator[Source]:
-    async with AsyncClient(address, timeout=timeout_s) as client:
+async def open_server(options: Mapping[str, Any]) -> AsyncIterator[Source]:
+    """`options`: arguments of AsyncClient."""
+    async with AsyncClient(**options) as client:
         yield ServerSource(client)
 
 

@@ -73,13 +73,19 @@ def test_generate_lines_of_stdin_in_order_with_sampling_flags(server):
 
 def test_generate_json(server):
     code, out, _ = _cli(
-        "generate", "--server", server.address, "--format", "json", "é", "b", "--max-tokens", "2", "--logprobs", "0"
+        "generate", "--server", server.address, "--json", "é", "b", "--max-tokens", "2", "--logprobs", "0"
     )
     first, second = map(json.loads, out.splitlines())
     assert code == 0
-    assert (first["prompt"], first["text"], first["finish_reason"], first["output_tokens"]) == ("é", "éé", "length", 2)
-    assert first["logprobs"] == [[{"token_id": 233, "token": "é", "logprob": -0.5}]] * 2
-    assert second["text"] == "bb"
+    (output,) = first["outputs"]
+    assert (first["prompt"], output["text"], output["finish_reason"], first["output_tokens"]) == (
+        "é",
+        "éé",
+        "length",
+        2,
+    )
+    assert output["logprobs"] == [[{"token_id": 233, "token": "é", "logprob": -0.5}]] * 2
+    assert second["outputs"][0]["text"] == "bb"
 
 
 def test_a_refused_prompt_fails_alone(server):
@@ -120,10 +126,10 @@ def test_a_closed_pipe_is_no_traceback(server):
     assert (process.wait(DEADLINE_S), err) == (1, "")
 
 
-def test_chat_from_a_pipe_remembers_and_resets(server):
+def test_chat_from_a_pipe_remembers_and_clears(server):
     code, out, err = _cli(
         "chat", "--server", server.address, "--system", "be brief", "--max-tokens", "3",
-        stdin="one\ntwo\n/reset\nsix\n/exit\nnever\n",
+        stdin="one\ntwo\n/clear\nsix\n/exit\nnever\n",
     )  # fmt: skip
     assert (code, out, err) == (0, "one\ntwo\nsix\n", "")
     first, second, third = [p["messages"] for p in server.llm.prompts.values() if isinstance(p, dict)][-3:]

@@ -234,10 +234,12 @@ def test_offline_generate_on_the_command_line(tmp_path):
 
     done = subprocess.run(
         [sys.executable, "-m", "epruntime.cli", "generate", "--model", str(tmp_path), "--expert-parallel-size", "2",
-         "--temperature", "0", "--ignore-eos", "--max-tokens", "8", "--format", "json", "w5 w7", "w11"],
+         "--temperature", "0", "--ignore-eos", "--max-tokens", "8", "--json", "w5 w7", "w11"],
         capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["token_ids"] for r in results] == reference.tokens
-    assert [r["text"].split() for r in results] == [[f"w{i}" for i in tokens] for tokens in reference.tokens]
+    assert [r["outputs"][0]["token_ids"] for r in results] == reference.tokens
+    assert [r["outputs"][0]["text"].split() for r in results] == [
+        [f"w{i}" for i in tokens] for tokens in reference.tokens
+    ]
