@@ -1,4 +1,6 @@
-"""A server process on a FakeLLM: python fake_server.py MODE PORT DELAY_S DRAIN_S.
+"""A server process on a FakeLLM: python fake_server.py MODE GRPC_PORT HTTP_PORT DELAY_S DRAIN_S.
+
+An HTTP_PORT below 0: no HTTP.
 
 Modes: serve; load (start-up takes 60 s, and says when it was cleaned up); refuse and crash (start-up fails); dies (the
 engine dies 0.5 s after it is ready).
@@ -15,7 +17,7 @@ from epruntime.serve import server
 
 
 def main() -> int:
-    mode, port, delay_s, drain_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+    mode, (grpc_port, http_port), (delay_s, drain_s) = sys.argv[1], map(int, sys.argv[2:4]), map(float, sys.argv[4:])
     server.DEAD_LINGER_S = 1.0
 
     async def create(config, progress):
@@ -35,11 +37,8 @@ def main() -> int:
             asyncio.get_running_loop().call_later(0.5, llm.die, error)
         return llm
 
-    return server.run_server(
-        EngineConfig.from_kwargs(model="x"),
-        ServeConfig(port=0, grpc_port=port, drain_timeout_s=drain_s),
-        create_engine=create,
-    )
+    config = ServeConfig(port=max(http_port, 0), grpc_port=grpc_port, http=http_port >= 0, drain_timeout_s=drain_s)
+    return server.run_server(EngineConfig.from_kwargs(model="x"), config, create_engine=create)
 
 
 if __name__ == "__main__":

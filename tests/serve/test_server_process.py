@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from fake_process import DEADLINE_S, Process
 from serving import wait_until
 
 from epruntime.client import Client
 from epruntime.errors import RankLostError, UnavailableError
-
-HERE = Path(__file__).parent
-DEADLINE_S = 60
-
-
-class Process:
-    """fake_server.py, running; killed at the end of the test if it still is."""
-
-    def __init__(self, mode: str = "serve", port: int = 0, delay_s: float = 0.02, drain_s: float = 30.0) -> None:
-        root = HERE.parent.parent
-        self.popen = subprocess.Popen(
-            [sys.executable, str(HERE / "fake_server.py"), mode, str(port), str(delay_s), str(drain_s)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": f"{root}:{HERE}"},
-        )  # fmt: skip
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.popen.kill()
-        self.popen.communicate(timeout=DEADLINE_S)
-
-    def address(self) -> str:
-        line = self.popen.stdout.readline()
-        match = re.fullmatch(
-            r"epruntime is ready: gRPC on (127\.0\.0\.1:\d+)(, HTTP on (http://127\.0\.0\.1:\d+))?\n", line
-        )
-        assert match, (line, self.popen.stderr.read() if not line else "")
-        return match[1]
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.popen.communicate(timeout=DEADLINE_S)
-        return self.popen.returncode, out, err
 
 
 def _stream(client: Client, **options):
@@ -71,7 +33,7 @@ def _stream(client: Client, **options):
 
 
 def test_sigterm_drains():
-    with Process() as server, Client(server.address()) as client:
+    with Process() as server, Client(server.address(), retries=0) as client:
         assert client.health() == "serving"
         chunks, errors, thread = _stream(client, max_tokens=100)
         server.popen.send_signal(signal.SIGTERM)
@@ -132,15 +94,17 @@ def test_a_fault_at_start_shows_its_traceback():
         assert "a fault" in err
 
 
-def test_busy_port():
+@pytest.mark.parametrize(("option", "flag"), [("port", "--grpc-port"), ("http_port", "--port")])
+def test_busy_port(option, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with Process(port=port) as server:
-            code, _, err = server.end()
-    assert code == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "--grpc-port" in err
-    assert "Traceback" not in err
+        with Process(**{option: port}) as server:
+            code, out, err = server.end()
+    assert (code, out) == (1, "")
+    assert err == (
+        f"epruntime: cannot listen on 127.0.0.1:{port}: Address already in use; another process listens there: "
+        f"stop it, or choose another {flag} (0 picks a free one)\n"
+    )
 
 
 def test_two_servers_cannot_share_a_port():
