@@ -102,7 +102,9 @@ class ParallelConfig:
     load_timeout_s: float = option(1800.0, "seconds within which all ranks must have loaded the model")
     step_timeout_s: float = option(120.0, "seconds within which a step must end on every rank")
     heartbeat_timeout_s: float = option(
-        10.0, "seconds of silence of a rank's progress thread after which the rank counts as lost"
+        10.0,
+        "seconds of silence of a rank's progress thread after which the rank counts as lost; at most 0.8 of "
+        "step_timeout_s",
     )
     restart: bool = option(False, "replace lost ranks and load the model again, instead of ending the engine")
     max_restarts: int = option(3, "restarts within an hour, after which a lost rank ends the engine")
@@ -174,6 +176,12 @@ class ServeConfig:
     drain_timeout_s: float = option(30.0, "seconds that running requests get to end after SIGTERM")
     max_message_mb: int = option(16, "largest gRPC message or HTTP body accepted, MiB")
     log_stats_interval_s: float = option(10.0, "seconds between log lines about load and speed; 0: none")
+    expert_metrics: str = option(
+        "rank",
+        "detail of the expert load in /metrics; rank: tokens by layer and rank; expert: also by layer and expert, "
+        "which is layers x experts time series",
+        choices=("rank", "expert"),
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)

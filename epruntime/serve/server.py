@@ -25,6 +25,7 @@ from epruntime.serve.engine import Engine
 from epruntime.serve.gate import Gate
 from epruntime.serve.grpc.server import GrpcServer
 from epruntime.serve.progress import ProgressLog
+from epruntime.serve.stats_log import StatsLog
 
 if TYPE_CHECKING:
     from epruntime.serve.openai.server import HttpServer
@@ -37,6 +38,8 @@ CreateEngine = Callable[..., Awaitable[Engine]]
 #: How long a server with a dead engine still tells clients and health probes why, before it exits.
 DEAD_LINGER_S = 5.0
 _OPEN_FILES = 65536
+#: How often ranks are asked for what they count themselves, for /metrics and the log.
+_STATS_INTERVAL_S = 2.0
 
 
 class FrontEnds:
@@ -51,9 +54,11 @@ class FrontEnds:
         self._grpc = GrpcServer(config, gate)
         self._http: HttpServer | None = None
         if config.http:
+            from epruntime.serve.metrics import Metrics
             from epruntime.serve.openai.server import HttpServer
 
-            self._http = HttpServer(config, gate)
+            metrics = Metrics(gate, per_expert=config.expert_metrics == "expert")
+            self._http = HttpServer(config, gate, metrics.render)
 
     async def start(self) -> str:
         """Listens; returns the addresses in words.
@@ -154,6 +159,7 @@ async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_eng
     gate = Gate()
     front_ends = FrontEnds(serve_config, gate)
     engine: Engine | None = None
+    stats_log: StatsLog | None = None
     with Signals() as signals:
         try:
             where = await front_ends.start()
@@ -161,10 +167,15 @@ async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_eng
             if engine is None:
                 return signals.exit_code
             gate.ready(engine)
+            engine.poll_stats(_STATS_INTERVAL_S)
+            if serve_config.log_stats_interval_s:
+                stats_log = StatsLog(engine, serve_config.log_stats_interval_s)
             print(f"epruntime is ready: {where}", flush=True)
             return await _until_stopped(gate, engine, serve_config, signals)
         finally:
             await front_ends.stop()  # first, so that streams end as the gate says
+            if stats_log is not None:
+                stats_log.stop()
             if engine is not None:
                 await engine.shutdown()
 
