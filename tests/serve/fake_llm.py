@@ -115,7 +115,8 @@ class FakeLLM:
     Sequence i of a request with n > 1 starts at character i. A chat is "rendered" as its last message.
 
     Attributes:
-        delay_s: between tokens. live, ended: request ids. yields: deltas taken per request id.
+        delay_s: between tokens. queue: most live requests; retry_after_s: the hint to those above it.
+        live, ended: request ids. yields: deltas taken per request id.
         params, prompts: as they arrived, per request id. errors: raised for a prompt's text.
         model_info: may be changed: default_sampling, has_tokenizer.
         stats: what stats_snapshot returns. observers: added and not taken back; the fake tells them nothing.
@@ -123,7 +124,7 @@ class FakeLLM:
     """
 
     def __init__(self, delay_s: float = 0.0, queue: int = 10_000) -> None:
-        self.delay_s, self.queue = delay_s, queue
+        self.delay_s, self.queue, self.retry_after_s = delay_s, queue, 2.5
         self.live: dict[str, _Live] = {}
         self.ended: list[str] = []
         self.yields: dict[str, int] = {}
@@ -174,7 +175,7 @@ class FakeLLM:
             raise UnavailableError(self._status.reason, retry_after_s=3.0)
         text, ids = self._read(prompt)
         if len(self.live) >= self.queue:
-            raise QueueFullError("the queue is full", retry_after_s=2.5)
+            raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
         self.params[request_id], self.prompts[request_id] = params, prompt
         live = _Live([0] * params.n, RequestMetrics(arrival_time=time.monotonic()))
         self.live[request_id] = live

@@ -3,11 +3,13 @@
 GenerateRequest -> convert -> Engine.stream -> Pieces -> GenerateResponse, one write at a time
 
 Backpressure: the next message is made when the last write has been taken by gRPC's flow control. The engine merges what
-a slow reader has not fetched, so such a reader gets fewer, larger messages, and holds nothing but its own request.
+a slow reader has not fetched, so such a reader gets fewer, larger messages, and holds nothing but its own request; one
+that reads nothing at all loses it after a while.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
@@ -17,7 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from epruntime.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from epruntime.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from epruntime.outputs import RequestDelta
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto import keys
@@ -26,6 +28,9 @@ from epruntime.serve.grpc import convert, status
 from epruntime.serve.grpc.pieces import Pieces
 
 logger = logging.getLogger("epruntime.serve.grpc.servicer")
+
+#: Seconds after which a client that reads nothing of its stream loses its request.
+UNREAD_S = 600.0
 
 
 class Malformed:
@@ -73,7 +78,7 @@ class InferenceServicer:
                     if self._gate.closing is not None and _aborted(delta):
                         raise self._gate.closing
                     for piece in pieces.of(delta):
-                        await context.write(piece)
+                        await _write(context, piece)
 
     async def Abort(self, request: pb.AbortRequest | Malformed, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         try:
@@ -131,6 +136,21 @@ class InferenceServicer:
             return pb.DetokenizeResponse(text=text)
         except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
             await status.abort(context, error)
+
+
+async def _write(context: grpc.aio.ServicerContext, piece: pb.GenerateResponse) -> None:
+    """Returns when gRPC has taken the message; that is when the client has read most of what came before.
+
+    Raises:
+        RequestTimeoutError: the client reads nothing, and its request would hold its place for ever.
+    """
+    try:
+        async with asyncio.timeout(UNREAD_S):
+            await context.write(piece)
+    except TimeoutError as error:
+        raise RequestTimeoutError(
+            f"the client has read nothing for {UNREAD_S:g} s, so its request was ended; read the stream as it comes"
+        ) from error
 
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
