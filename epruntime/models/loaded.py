@@ -65,6 +65,7 @@ class LoadedModel:
         if latent:
             self._arguments[adapter.cache_keyword(model)] = LatentCache(latent)
         self._has_kv = False
+        self._num_rows = 0  # of the last batch, padding included
 
     @property
     def module(self) -> torch.nn.Module:
@@ -90,7 +91,7 @@ class LoadedModel:
             logits [N, V] float32 of the rows `batch.logits_rows_N`, in order.
         """
         assert self._has_kv, "allocate_kv comes before forward"
-        self._state.batch = batch
+        self._state.batch, self._num_rows = batch, len(batch.input_ids_T)
         self._context.num_tokens = batch.num_tokens
         try:
             with torch.inference_mode():
@@ -108,8 +109,9 @@ class LoadedModel:
             logits [N, V] float32.
         """
         with torch.inference_mode(), self._hidden.passed_over():
-            nothing_T = torch.zeros(1, dtype=torch.int64)
-            return self._logits(nothing_T, nothing_T, rows_N)
+            # nobody reads the ids, but a family may compare their number with that of the rows
+            unread_T = torch.zeros(self._num_rows, dtype=torch.int64)
+            return self._logits(unread_T, unread_T, rows_N)
 
     def _logits(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         output = self._model(
