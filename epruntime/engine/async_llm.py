@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from epruntime.config import EngineConfig
 from epruntime.engine.core import EngineCore
 from epruntime.engine.defaults import SamplingDefaults
 from epruntime.engine.detokenizer import TokenTexts
+from epruntime.engine.facts import engine_facts, model_facts
 from epruntime.engine.lifecycle import Lifecycle
 from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
@@ -38,18 +38,11 @@ from epruntime.models.loader import inspect_model
 from epruntime.outputs import RequestDelta, RequestOutput
 from epruntime.plan import NewRequest
 from epruntime.sampling_params import SamplingParams
-from epruntime.version import __version__
 
 logger = logging.getLogger("epruntime.engine.async_llm")
 
 #: called as progress(what, done, total) while ranks start and load
 Progress = Callable[[str, int, int], None]
-
-#: facts of a ModelInfo that `model_info` passes on
-_MODEL_FACTS = (
-    "architecture", "model_type", "dtype", "vocab_size", "hidden_size", "num_layers", "num_experts", "top_k",
-    "num_parameters", "checkpoint_bytes",
-)  # fmt: skip
 
 
 class AsyncLLM:
@@ -131,6 +124,8 @@ class AsyncLLM:
         )
         pool = rank_pool
         parallel = config.parallel
+        # a rank that is silent is lost before a step that waits for it is overdue
+        heartbeat_timeout_s = min(parallel.heartbeat_timeout_s, 0.8 * parallel.step_timeout_s)
         if pool is None:
             pool = await RankPool.start(
                 parallel.expert_parallel_size,
@@ -138,9 +133,9 @@ class AsyncLLM:
                 ray_address=parallel.ray_address,
                 threads_per_rank=parallel.threads_per_rank,
                 start_timeout_s=parallel.start_timeout_s,
-                # a rank that is silent is lost before a step that waits for it is overdue
-                heartbeat_timeout_s=min(parallel.heartbeat_timeout_s, 0.8 * parallel.step_timeout_s),
+                heartbeat_timeout_s=heartbeat_timeout_s,
             )
+        pool.heartbeat_timeout_s = heartbeat_timeout_s
         try:
             group = await ModelGroup.load(config, pool, progress=progress)
             return cls(config, group, pool, tokenizer, own_pool=rank_pool is None)
@@ -174,18 +169,15 @@ class AsyncLLM:
     @property
     def model_info(self) -> dict[str, Any]:
         """JSON-ready facts of the model that never change, by the keys that serve/engine.py names; asks no rank."""
-        info = self._group.info
-        facts = {key: info[key] for key in _MODEL_FACTS}
-        return facts | {
-            "name": self._name,
-            "max_model_len": self.limits.max_model_len,
-            "moe_layers": list(info["moe_layers"]),
-            "eos_token_ids": list(info["eos_token_ids"]),
-            "has_tokenizer": self._tokenizer is not None,
-            "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
-            "default_sampling": dict(self._defaults.values),
-            "created": int(self._started),
-        }
+        return model_facts(
+            self._group.info,
+            name=self._name,
+            max_model_len=self.limits.max_model_len,
+            has_tokenizer=self._tokenizer is not None,
+            has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,
+            default_sampling=dict(self._defaults.values),
+            created=int(self._started),
+        )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """SamplingParams of the fields given; what is left out is the model's default, else SamplingParams' own.
@@ -292,39 +284,15 @@ class AsyncLLM:
         return await self._stats_poller.poll()
 
     async def info(self) -> dict[str, Any]:
-        """What is served, by which ranks, and what they have done; plain values only (JSON-ready).
-
-        Each rank's `moe` entry holds its routed-token counts per layer and logical expert.
-        """
-        core, parallel = self._core.stats, self.config.parallel
-        ranks = await self._group.stats() if self._life.up else []
-        for rank, scheduler in zip(ranks, self._core.schedulers, strict=False):
-            rank["scheduler"] = {
-                "num_running": scheduler.num_running,
-                "num_waiting": scheduler.num_waiting,
-                "kv_usage": scheduler.kv_usage,
-                **asdict(scheduler.counters),
-            }
-        return {
-            "version": __version__,
-            "model": {"name": self._name, "max_model_len": self.limits.max_model_len, **self._group.info},
-            "engine": {
-                "expert_parallel_size": parallel.expert_parallel_size,
-                "launcher": parallel.launcher,
-                "transport": self._group.transport,
-                "experts_backend": self._group.experts_backend,
-                "invariance": parallel.invariance,
-                "generation": self._group.generation,
-                "placement_version": 0,
-                "uptime_s": time.time() - self._started,
-                "num_requests": len(self._live),
-                "steps": core.steps,
-                "prefill_tokens": core.prefill_tokens,
-                "decode_tokens": core.decode_tokens,
-                "errored": self.errored,
-            },
-            "ranks": ranks,
-        }
+        """What is served, by which ranks, and what they have done; plain values only (JSON-ready)."""
+        return await engine_facts(
+            self._view(),
+            model={"name": self._name, "max_model_len": self.limits.max_model_len},
+            up=self._life.up,
+            uptime_s=time.time() - self._started,
+            num_requests=len(self._live),
+            errored=self.errored,
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the live ones; True if all ended within `timeout_s` seconds."""
