@@ -9,7 +9,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,8 @@ def _type(hint: Any, choices: tuple[str, ...] | None) -> str:
 def _default(f: Any) -> str:
     if not has_default(f):
         return "required"
-    return "" if f.default is None or f.default == () else f"`{f.default}`"
+    default = f.default if f.default is not MISSING else f.default_factory()
+    return "" if default in (None, (), {}) else f"`{default}`"
 
 
 if __name__ == "__main__":
