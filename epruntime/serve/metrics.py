@@ -7,6 +7,9 @@ A scrape asks no rank and waits for nothing: what ranks count themselves comes f
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import re
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -19,6 +22,22 @@ from epruntime.serve.gate import Gate, ServerState
 from epruntime.serve.metrics_engine import engine_families, engine_state_family, info_family, state_family
 from epruntime.serve.metrics_requests import RequestMetrics
 from epruntime.version import __version__
+
+#: Samples that become text at once: about a millisecond.
+_SLICE = 256
+#: What opens the text of a family, and what ends an OpenMetrics exposition.
+_HEADER = re.compile(rb"\A(?:# (?:HELP|TYPE|UNIT) .*\n)+")
+_END = b"# EOF\n"
+
+
+class _Families(Collector):
+    """Families as the encoders want them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 class Metrics(Collector):
@@ -41,14 +60,24 @@ class Metrics(Collector):
         gate.on_change(self._attach)
         self._attach()
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
+    async def render(self, accept: str = "") -> tuple[bytes, str]:
         """The body of /metrics and its content type. Call it on the engine's loop.
+
+        Turning many samples into text takes a while, so it is done in slices, and the engine's steps go on in between.
 
         Args:
             accept: the request's Accept header; OpenMetrics where it asks for that, else Prometheus' text format.
         """
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        parts: list[bytes] = []
+        for family in list(self._registry.collect()):
+            for start in range(0, max(len(family.samples), 1), _SLICE):
+                part = copy.copy(family)
+                part.samples = family.samples[start : start + _SLICE]
+                text = encode(_Families([part])).removesuffix(_END)
+                parts.append(text if start == 0 else _HEADER.sub(b"", text))
+                await asyncio.sleep(0)
+        return b"".join(parts) + encode(_Families([])), content_type
 
     def collect(self) -> Iterator[Metric]:
         gate = self._gate

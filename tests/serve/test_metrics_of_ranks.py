@@ -77,7 +77,7 @@ def test_counters_are_what_clients_saw_and_what_arithmetic_says(model) -> None:
             metrics = Metrics(gate, per_expert=True)
             gate.ready(llm)
             assert await llm.refresh_stats()
-            before = Exposition(metrics.render()[0])
+            before = Exposition((await metrics.render())[0])
             llm.poll_stats(0.02)  # far more often than in service: it must not change what is counted
             seen = Seen()
             prompts = [[(7 * i + 3 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((1, 5, 17, 40, 60, 90))]
@@ -93,7 +93,7 @@ def test_counters_are_what_clients_saw_and_what_arithmetic_says(model) -> None:
             async with asyncio.timeout(20):
                 while not await llm.refresh_stats() or any(r.num_running for r in llm.stats_snapshot().ranks):
                     await asyncio.sleep(0.01)
-            return seen, before, Exposition(metrics.render()[0])
+            return seen, before, Exposition((await metrics.render())[0])
         finally:
             await llm.shutdown()
 
@@ -189,12 +189,12 @@ def test_a_scrape_sends_nothing_and_waits_for_nothing(model) -> None:
                 return asyncio.get_running_loop().create_future()
 
             rank.call = silent  # type: ignore[method-assign]
-            first = Exposition(metrics.render()[0])
+            first = Exposition((await metrics.render())[0])
             assert asked == []
             llm.poll_stats(0.01)
             await asyncio.sleep(0.1)
             assert asked == ["counters"]  # one question at a time
-            later = Exposition(metrics.render()[0])
+            later = Exposition((await metrics.render())[0])
             age = "epruntime_counters_age_seconds"
             assert later.value(age) >= first.value(age) + 0.1
             assert later.value("epruntime_steps_total") == llm.stats_snapshot().steps > 0

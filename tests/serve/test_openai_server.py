@@ -131,7 +131,10 @@ def test_tokenize_and_detokenize():
 
 
 def test_metrics_are_mounted():
-    with HttpServing(metrics=lambda accept: (accept.encode(), "text/plain; version=0.0.4")) as server:
+    async def read(accept: str) -> tuple[bytes, str]:
+        return accept.encode(), "text/plain; version=0.0.4"
+
+    with HttpServing(metrics=read) as server:
         answer = httpx2.get(server.url + "/metrics", headers={"Accept": "text/x"})
         assert (answer.text, answer.headers["content-type"]) == ("text/x", "text/plain; version=0.0.4")
 

@@ -27,7 +27,7 @@ from epruntime.version import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
 #: Accept header -> (body, content type) of /metrics
-Metrics = Callable[[str], tuple[bytes, str]]
+Metrics = Callable[[str], Awaitable[tuple[bytes, str]]]
 
 
 def make_app(config: ServeConfig, gate: Gate, metrics: Metrics | None = None) -> ASGIApp:
@@ -51,7 +51,7 @@ def make_app(config: ServeConfig, gate: Gate, metrics: Metrics | None = None) ->
         read = metrics
 
         async def exposition(request: Request) -> Response:
-            body, content_type = read(request.headers.get("accept", ""))
+            body, content_type = await read(request.headers.get("accept", ""))
             return Response(body, headers={"Content-Type": content_type})
 
         _get(api, "/metrics", exposition)
