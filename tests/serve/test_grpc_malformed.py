@@ -68,6 +68,21 @@ def _sampling(**values):
         (_sampling(logprobs=-1), "logprobs"),
         (_sampling(stop=[""]), "stop"),
         (_sampling(stop_token_ids=[-1]), "stop_token_ids"),
+        (_sampling(min_p=-0.1), "min_p"),
+        (_sampling(min_p=math.nan), "min_p"),
+        (_sampling(repetition_penalty=0.0), "repetition_penalty"),
+        (_sampling(repetition_penalty=math.inf), "repetition_penalty"),
+        (_sampling(presence_penalty=2.1), "presence_penalty"),
+        (_sampling(frequency_penalty=-2.1), "frequency_penalty"),
+        (_sampling(logit_bias={5: 100.5}), "logit_bias"),
+        (_sampling(logit_bias={5: math.nan}), "logit_bias"),
+        (_sampling(logit_bias={-5: 1.0}), "logit_bias"),
+        (_sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias"),
+        (_sampling(min_tokens=-1), "min_tokens"),
+        (_sampling(min_tokens=9, max_tokens=8), "min_tokens"),
+        (_sampling(n=0), "n"),
+        (_sampling(n=129), "n"),
+        (_sampling(prompt_logprobs=21), "prompt_logprobs"),
     ],
 )
 def test_refused_with_field(generate, request_, field):
@@ -86,6 +101,24 @@ def test_bytes_that_are_no_message(generate, data):
     assert metadata[keys.ERROR] == "InvalidRequestError"
 
 
+@pytest.mark.parametrize("method", ["Abort", "GetServerInfo", "GetModelInfo", "Tokenize", "Detokenize"])
+def test_bytes_that_are_no_message_to_the_other_methods(server, method):
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(f"/{keys.SERVICE}/{method}", lambda b: b, lambda b: b)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"\xff\xff\xff", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"epruntime.v1.{method}Request" in caught.value.details()
+
+
+def test_tokenize_needs_a_prompt(server):
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(f"/{keys.SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, lambda b: b)
+        with pytest.raises(grpc.RpcError, match="send text or chat") as caught:
+            call(pb.TokenizeRequest(), timeout=10)
+        assert dict(caught.value.trailing_metadata())[keys.FIELD] == "prompt"
+
+
 def test_unknown_fields_are_ignored(generate):
     later = b"\xa2\x06\x01x"  # field 100, length-delimited: what a newer client may send
     assert generate(pb.GenerateRequest(text="abc").SerializeToString() + later)[0] is grpc.StatusCode.OK
@@ -93,7 +126,9 @@ def test_unknown_fields_are_ignored(generate):
 
 def test_random_bytes_never_break_the_server(server, generate):
     random_bytes = random.Random(0)
-    valid = _sampling(temperature=0.5, stop=["x"], seed=3).SerializeToString()
+    valid = _sampling(
+        temperature=0.5, stop=["x"], seed=3, logit_bias={5: 1.5}, n=2, min_p=0.1, prompt_logprobs=2, min_tokens=3
+    ).SerializeToString()
     seen = set()
     for _ in range(300):
         data = bytearray(valid)
