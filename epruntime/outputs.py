@@ -98,7 +98,8 @@ class RequestDelta:
     Attributes:
         outputs: sequences with something new, by index; empty in the first delta.
         finished: the last delta; every sequence has ended.
-        prompt_logprobs: as in RequestOutput, in one delta, at or before the one with the first token.
+        seed: as in RequestOutput; 0 where an unseeded request was aborted before it was admitted.
+        prompt_logprobs: as in RequestOutput, once, in the delta with the first token of sequence 0.
         num_output_tokens: over all sequences, so far.
     """
 

@@ -32,7 +32,7 @@ from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.engine.text_thread import TextThread
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
-from epruntime.errors import EngineDeadError, InvalidRequestError, UnavailableError
+from epruntime.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError
 from epruntime.launchers.pool import RankPool
 from epruntime.models.loader import inspect_model
 from epruntime.outputs import RequestDelta, RequestOutput
@@ -245,11 +245,19 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError: no tokenizer, or a prompt that cannot be read.
+            QueueFullError: max_queued_requests texts wait already. UnavailableError: the engine was shut down.
         """
+        self._check_text_queue()
         return await self._text_thread.run(lambda: self._processor.tokens(prompt))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises InvalidRequestError: no tokenizer, or ids outside the vocabulary."""
+        """The text of token ids.
+
+        Raises:
+            InvalidRequestError: no tokenizer, or ids outside the vocabulary.
+            QueueFullError, UnavailableError: as `tokenize`.
+        """
+        self._check_text_queue()
         return await self._text_thread.run(
             lambda: self._processor.text(token_ids, skip_special_tokens=skip_special_tokens)
         )
@@ -336,6 +344,11 @@ class AsyncLLM:
         self._life.check()
         if self._draining:
             raise UnavailableError("the engine is shutting down and takes no new requests")
+
+    def _check_text_queue(self) -> None:
+        limit = self.config.scheduler.max_queued_requests
+        if self._text_thread.num_jobs >= limit:
+            raise QueueFullError(f"{limit} texts wait for the tokenizer (max_queued_requests); try again later")
 
     async def _admit(self, state: RequestState, prompt: Prompt) -> None:
         """Hands a request that has a place to the core, unless it is aborted before its prompt is read."""

@@ -13,9 +13,14 @@ T = TypeVar("T")
 
 
 class TextThread:
-    """Does jobs one after another, in the order in which they came."""
+    """Does jobs one after another, in the order in which they came.
+
+    Attributes:
+        num_jobs: jobs that wait or run, and are wanted.
+    """
 
     def __init__(self) -> None:
+        self.num_jobs = 0
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epruntime-text")
         self._closed = False
 
@@ -29,9 +34,15 @@ class TextThread:
             raise _closed()
         box: list[Callable[[], T]] = [job]
         future = asyncio.wrap_future(self._executor.submit(_open, box))
-        # a job taken back stays in the executor's queue until its turn: it must not keep its text alive there
-        future.add_done_callback(lambda _: box.clear())
-        future.add_done_callback(_seen)
+        self.num_jobs += 1
+
+        def done(_: object) -> None:
+            self.num_jobs -= 1
+            box.clear()  # a job taken back stays in the executor's queue until its turn, but its text must not
+            if not future.cancelled():
+                future.exception()  # an error that nobody waits for any more is no news for the log
+
+        future.add_done_callback(done)
         return future
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -57,12 +68,6 @@ class TextThread:
 
 def _open(box: list[Any]) -> Any:
     return box.pop()()
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    """An error that nobody waits for any more is no news for the log."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _closed() -> UnavailableError:

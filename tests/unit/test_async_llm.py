@@ -415,6 +415,19 @@ def test_tokenize_and_detokenize() -> None:
     _run(body)
 
 
+def test_texts_that_wait_are_bounded() -> None:
+    async def body() -> None:
+        async with fake_engine(max_queued_requests=2) as (engine, _, tokenizer):
+            tokenizer.delays["slow"] = 0.1
+            asked = [asyncio.ensure_future(engine.tokenize("slow")) for _ in range(4)]
+            done = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(result) for result in done] == [tuple, tuple, QueueFullError, QueueFullError]
+            assert (await engine.tokenize("a"))[1] == [0]
+            assert engine._text_thread.num_jobs == 0
+
+    _run(body)
+
+
 # ---- nothing is kept
 
 
