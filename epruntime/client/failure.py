@@ -77,7 +77,7 @@ def _from_grpc(code: grpc.StatusCode, details: str, address: str) -> EPRuntimeEr
         if details.startswith("failed to connect") and "Socket closed" in details:
             return UnavailableError(
                 f"{address} closed the connection before a word was said. Does the server want TLS, or a client's "
-                "certificate? Give tls, with cert and key where it asks for them"
+                "certificate? Give tls, with cert and key where it asks for them (--tls, --tls-cert, --tls-key)"
             )
         return UnavailableError(
             f"no epruntime server answers at {address} ({_cause(details)}). Check that `epruntime serve` runs there, "
@@ -114,11 +114,12 @@ _MISMATCHES: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("CERTIFICATE_VERIFY_FAILED",),
         "the server's certificate is not signed by an authority that this client trusts. Give the one that signed it: "
-        "tls=Tls(ca=FILE)",
+        "tls=Tls(ca=FILE), --tls-ca FILE on the command line",
     ),
     (
         ("Hostname Verification Check failed", "does not match the peer"),
-        "the server's certificate is for another host name. Use that name, or give it: tls=Tls(server_name=NAME)",
+        "the server's certificate is for another host name. Use that name, or give it: "
+        "tls=Tls(server_name=NAME), --tls-server-name NAME on the command line",
     ),
 )
 
