@@ -177,6 +177,5 @@ class EngineCore:
 
     def _die(self, error: EngineDeadError) -> None:
         if self.dead_error is None:
-            logger.info("generation ends: %s", error)
             self.dead_error = error
             self._on_dead(error)

@@ -41,7 +41,7 @@ class Recovery:
         """
         while True:
             self._count(error)
-            logger.warning("restart %d: %s", self.num_restarts, error)
+            logger.warning("restart %d: ranks are replaced, and the model is loaded again", self.num_restarts)
             began = time.monotonic()
             try:
                 await self._gather_ranks()

@@ -173,10 +173,7 @@ class RankPool:
             for rank in self.ranks:
                 self._begin(rank, address, timeout_s)
             self._store_address = (host or LOOPBACK, (await self._store)[1])
-            ready = [rank.ready for rank in self.ranks]
-            done, _ = await asyncio.wait(ready, return_when=asyncio.FIRST_EXCEPTION)
-            for joined in done:
-                joined.result()
+            await _all_ready(self.ranks)
         logger.info(
             "%d ranks are up (%s): %s",
             num_ranks,
@@ -329,7 +326,9 @@ class RankPool:
         if rank.beats is not None:
             rank.beats.abort(how)
         activity = rank.activity()
-        detail = f"{how}; {progress}" + (f"; unanswered: {activity}" if activity else "") + _said(rank)
+        detail = f"{how}; {progress}" + (f"; unanswered: {activity}" if activity else "")
+        if not rank.condemned.done():  # one that was stopped, or is stuck, has said nothing about it
+            detail += _said(rank)
         error = RankLostError(slot=rank.seat.slot, host=rank.seat.host, detail=detail)
         logger.error("%s", error)
         rank.fail(error)
@@ -417,6 +416,19 @@ def make_launcher(name: str, *, ray_address: str | None, device: str) -> Launche
             raise ConfigError(f"launcher='ray' needs Ray ({error}): pip install 'epruntime[ray]'") from error
         return RayLauncher(address=ray_address, device=device)
     raise ConfigError(f"launcher={name!r}: must be local or ray")
+
+
+async def _all_ready(ranks: list[RankHandle]) -> None:
+    """Raises LaunchError or HandshakeError: as soon as one failed to start, or has started and is lost."""
+    while waiting := [rank.ready for rank in ranks if not rank.ready.done()]:
+        await asyncio.wait([*waiting, *(rank.gone for rank in ranks)], return_when=asyncio.FIRST_COMPLETED)
+        for rank in ranks:
+            if rank.ready.done():
+                rank.ready.result()
+            if rank.lost is not None:
+                raise LaunchError(f"during start: {rank.lost}")
+    for rank in ranks:
+        rank.ready.result()
 
 
 def _said(rank: RankHandle) -> str:
