@@ -6,4 +6,4 @@ level of its log when it is imported.
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
