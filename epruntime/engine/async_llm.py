@@ -26,6 +26,7 @@ from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.processor import InputProcessor, Limits, Prompt
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.sequence_state import SequenceState
 from epruntime.engine.stats import EngineStats, EngineView, StatsBook
 from epruntime.engine.stats_poller import StatsPoller
 from epruntime.engine.status import EngineState, EngineStatus
@@ -403,12 +404,16 @@ class AsyncLLM:
             if observing and state.error is None:
                 taken.append((update.rid, sequence.num_preemptions > preemptions))
             if ended:
-                if state.error is not None:
-                    self._drop(state)
-                else:
-                    self._core.drop(update.rid)  # where the rank has ended it this does nothing
+                self._let_go(state, sequence)
         if taken:
             self._observers.tokens(taken)
+
+    def _let_go(self, state: RequestState, sequence: SequenceState) -> None:
+        """Ranks forget a sequence that has ended, and all of a request that has failed."""
+        if state.error is not None:
+            self._drop(state)
+        else:
+            self._core.drop(sequence.rid)  # where the rank has ended it this does nothing
 
     def _fail_live(self, error: EngineDeadError) -> None:
         for state in self._live:

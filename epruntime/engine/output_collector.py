@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epruntime.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
+from epruntime.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 
 
 class _Sequence:
@@ -44,7 +44,7 @@ class OutputCollector:
     def __init__(self) -> None:
         self._sequences: dict[int, _Sequence] = {}
         self._last: RequestDelta | None = None
-        self._prompt_logprobs = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def add(self, delta: RequestDelta) -> None:
         self._last = delta
