@@ -219,9 +219,7 @@ class FakeLLM:
         return (None if isinstance(prompt, dict) and "prompt_token_ids" in prompt else text), ids
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        for token in token_ids:
-            if not 0 <= token < 0x110000:
-                raise InvalidRequestError("is outside the vocabulary", field="token_ids", value=token)
+        _check_vocabulary(token_ids, "token_ids")
         return "".join(chr(token) for token in token_ids if token or not skip_special_tokens)
 
     async def abort(self, request_id: str) -> None:
@@ -269,6 +267,7 @@ class FakeLLM:
             ids = prompt["prompt_token_ids"]
             if min(ids) < 0:
                 raise InvalidRequestError("must not be negative", field="prompt_token_ids", value=min(ids))
+            _check_vocabulary(ids, "prompt_token_ids")
             return "".join(map(chr, ids)), ids
         if not self.model_info["has_tokenizer"]:
             raise InvalidRequestError("text needs a tokenizer, which this model lacks", field="prompt")
@@ -316,6 +315,13 @@ class FakeLLM:
                 live.end(index, "length")
                 return
             live.changed.set()
+
+
+def _check_vocabulary(ids: Sequence[int], field: str) -> None:
+    """Tokens are characters, and half of a surrogate pair is none."""
+    for token in ids:
+        if not 0 <= token < 0x110000 or 0xD800 <= token < 0xE000:
+            raise InvalidRequestError("is outside the vocabulary", field=field, value=token)
 
 
 def _entry(token: int, others: int) -> dict[int, Logprob]:
