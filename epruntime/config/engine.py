@@ -188,6 +188,8 @@ class ServeConfig:
         for name in ("port", "grpc_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be in 0..65535")
+        if self.http and self.port == self.grpc_port != 0:
+            raise ConfigError(f"port={self.port} and grpc_port={self.grpc_port}: HTTP and gRPC need a port each")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:

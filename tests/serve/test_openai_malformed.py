@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 import time
 
 import httpx2
+import openai
 import pytest
 from http_serving import HttpServing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from epruntime.serve.openai.fields import FIXED, IGNORED, ChatFields, CompletionFields
 
 MIB = 2**20
 JSON = {"Content-Type": "application/json"}
@@ -109,6 +113,33 @@ def test_refused_by_the_fields_name(http, field, value):
 )
 def test_chats_are_refused_by_the_fields_name(http, more, param):
     assert _error(http.post(CHAT, json={"messages": USER, **more}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "create"),
+    [
+        (ChatFields, openai.resources.chat.completions.Completions.create),
+        (CompletionFields, openai.resources.completions.Completions.create),
+    ],
+)
+def test_every_field_of_the_official_client_is_decided_on(kind, create):
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    sent = inspect.signature(create).parameters.keys() - own
+    assert sent - kind.model_fields.keys() - IGNORED - FIXED.keys() == set()
+
+
+def test_what_other_clients_send(http):
+    """Bodies as lm-eval and guidellm make them."""
+    lm_eval_score = {"prompt": [[97, 98]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1, "echo": True}
+    lm_eval_chat = {"messages": [{**USER[0], "type": "text"}], "max_tokens": 4, "temperature": 0, "stop": [], "seed": 1}
+    guidellm = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stream": True, "stop": None,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True,
+        "max_completion_tokens": 4,
+    }  # fmt: skip
+    for path, body in ((COMPLETIONS, lm_eval_score), (CHAT, lm_eval_chat), (CHAT, guidellm)):
+        response = http.post(path, json={"model": "echo", **body})
+        assert response.status_code == 200, response.text
 
 
 def test_fields_without_effect_are_ignored(http):

@@ -26,37 +26,52 @@ _quiet = logging.getLogger("epruntime.serve.openai.uvicorn")
 _quiet.setLevel(logging.CRITICAL)
 
 
+class Alarm:
+    """A timer: `set` does nothing while it is set."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, action: Callable[[], None]) -> None:
+        if self._handle is None:
+            self._handle = self._loop.call_later(seconds, action)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
 class Connection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _quiet
-        self._headers_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._headers_alarm, self._stall_alarm = Alarm(self.loop), Alarm(self.loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _watch(transport.get_extra_info("socket"))
-        self._headers_timer = self._later(HEADERS_S, transport.close)
+        self._headers_alarm.set(HEADERS_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:  # the headers are complete
-            self._headers_timer = _cancel(self._headers_timer)
-        elif self._headers_timer is None:
-            self._headers_timer = self._later(HEADERS_S, self.transport.close)
+        if self.conn.their_state is h11.IDLE:  # the headers are not complete
+            self._headers_alarm.set(HEADERS_S, self.transport.close)
+        else:
+            self._headers_alarm.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stall_timer is None:
-            self._stall_timer = self._later(STALL_S, self.transport.abort)
+        self._stall_alarm.set(STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stall_timer = _cancel(self._stall_timer)
+        self._stall_alarm.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_timer = _cancel(self._headers_timer)
-        self._stall_timer = _cancel(self._stall_timer)
+        self._headers_alarm.cancel()
+        self._stall_alarm.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -71,14 +86,6 @@ class Connection(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def _later(self, seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle:
-        return self.loop.call_later(seconds, action)
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
 
 
 def _watch(sock: socket.socket | None) -> None:

@@ -27,12 +27,14 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
     "length_penalty": ((1, 1.0), "there is no beam search"),
     "modalities": ((["text"],), "output is text only"),
+    "reasoning_effort": (("none",), "how much it reasons is up to the model"),
     "response_format": (({"type": "text"},), "output is free text; ask for the form you need in the prompt"),
     "spaces_between_special_tokens": ((True,), "text is as the tokenizer decodes it"),
     "suffix": (("",), "text is only continued, not filled in"),
     "tool_choice": (("none", "auto"), "tools are not called"),
     "tools": (([],), "tools are not called"),
     "use_beam_search": ((False,), "there is no beam search"),
+    "verbosity": (("medium",), "how much it says is up to the model"),
     "web_search_options": ((), "nothing is searched"),
 }
 
