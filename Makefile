@@ -68,7 +68,7 @@ $(STAMPS)/project: $(STAMPS)/torch pyproject.toml requirements/constraints.txt
 
 $(STAMPS)/kernels: $(STAMPS)/project setup.py $(CSRC)
 	$(call say,building the C++ kernels (about 20 s))
-	@rm -f epruntime/_C.*.so
+	@rm -f epruntime/_C.*.so epruntime/_kv.*.so
 	@$(BIN)/python setup.py -q build_ext --inplace
 	@$(BIN)/python -c 'from epruntime.ops.extension import kernel_signature; print("kernels:", kernel_signature())'
 	@touch $@
@@ -103,5 +103,5 @@ sizes:
 	@git ls-files '*.py' '*.pyi' '*.cpp' '*.h' '*.proto' | grep -v _pb2 | xargs wc -l | sort -n
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info epruntime/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info epruntime/_C.*.so epruntime/_kv.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find epruntime tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

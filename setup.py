@@ -1,6 +1,9 @@
-"""Builds `epruntime._C`, the C++ kernels, where torch, a C++ compiler and Python's headers are there.
+"""Builds the C++ extensions where torch, a C++ compiler and Python's headers are there.
 
-Where one of them is absent the package installs without the extension, says so, and runs on its plain-torch paths.
+`epruntime._C` has the kernels; `epruntime._kv` the scheduler's KV books, with the pybind11 that comes with torch and
+nothing else of it.
+
+Where one of them is absent the package installs without the extensions, says so, and runs on its Python paths.
 A compiler that is there and fails is an error. All other metadata is in pyproject.toml.
 """
 
@@ -84,9 +87,9 @@ def why_not() -> str:
     return ""
 
 
-def sources() -> list[Path]:
+def kernel_sources() -> list[Path]:
     skip = set() if is_x86() else set(ISA_FLAGS)
-    return sorted(path for path in CSRC.rglob("*.cpp") if path.name not in skip)
+    return sorted(path for path in CSRC.rglob("*.cpp") if path.name not in skip and path.parent != CSRC / "kv")
 
 
 def csrc_hash() -> str:
@@ -100,10 +103,23 @@ def csrc_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-class BuildKernels(build_ext):
-    """Compiles each file with the flags of its instruction set, then links them into one module."""
+class BuildExtensions(build_ext):
+    """Compiles each file with the flags that it needs, then links those of an extension into one module."""
 
     def build_extension(self, ext: Extension) -> None:
+        if ext.name == "epruntime._kv":
+            self._build_books(ext)
+        else:
+            self._build_kernels(ext)
+
+    def _build_books(self, ext: Extension) -> None:
+        from torch.utils.cpp_extension import include_paths
+
+        system = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+        flags = ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", *WARNINGS, *system, f"-I{CSRC}"]
+        self._build(ext, dict.fromkeys(ext.sources, flags), [])
+
+    def _build_kernels(self, ext: Extension) -> None:
         from torch.utils.cpp_extension import include_paths, library_paths
 
         cxx = compiler()
@@ -120,25 +136,31 @@ class BuildKernels(build_ext):
             *openmp,
             f'-DEPRUNTIME_CSRC_HASH="{csrc_hash()}"',
             *(f"-isystem{path}" for path in includes[1:]),
+            f"-I{CSRC}",
         ]
-        folder = Path(self.build_temp) / "csrc"
+        flags = {
+            source: binding
+            if Path(source).name == "bindings.cpp"
+            else [*KERNEL_FLAGS, *machine, *ISA_FLAGS.get(Path(source).name, []), f"-I{CSRC}"]
+            for source in ext.sources
+        }
+        libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+        self._build(ext, flags, [*libraries, "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"])
+
+    def _build(self, ext: Extension, flags: dict[str, list[str]], libraries: list[str]) -> None:
+        """Compiles each source with its flags and links the objects."""
+        cxx, folder = compiler(), Path(self.build_temp) / ext.name
         folder.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
-            path = Path(source)
-            special = (
-                binding if path.name == "bindings.cpp" else [*KERNEL_FLAGS, *machine, *ISA_FLAGS.get(path.name, [])]
-            )
-            target = folder / f"{path.stem}.o"
-            self.spawn([*cxx, *special, f"-I{CSRC}", "-c", str(ROOT / path), "-o", str(target)])
+            target = folder / f"{Path(source).stem}.o"
+            self.spawn([*cxx, *flags[source], "-c", str(ROOT / source), "-o", str(target)])
             return str(target)
 
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             objects = list(pool.map(compile_one, ext.sources))
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-        libraries += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
         # Linked beside its final place and renamed: a running process keeps the old file whole.
         fresh = output.with_suffix(".new")
         self.spawn([*cxx, "-shared", *objects, *libraries, "-o", str(fresh)])
@@ -148,13 +170,17 @@ class BuildKernels(build_ext):
 def arguments() -> dict[str, Any]:
     reason = why_not()
     if reason:
-        say(f"built without the C++ kernels: {reason}. The plain-torch paths will be used; they are slower.")
+        say(f"built without the C++ kernels: {reason}. The Python paths will be used; they are slower.")
         return {}
-    names = [str(path.relative_to(ROOT)) for path in sources()]
     depends = [str(path.relative_to(ROOT)) for path in sorted(CSRC.rglob("*.h"))]
+
+    def extension(name: str, paths: list[Path]) -> Extension:
+        return Extension(name, [str(path.relative_to(ROOT)) for path in paths], depends=depends, language="c++")
+
+    books = sorted((CSRC / "kv").glob("*.cpp"))
     return {
-        "ext_modules": [Extension("epruntime._C", names, depends=depends, language="c++")],
-        "cmdclass": {"build_ext": BuildKernels},
+        "ext_modules": [extension("epruntime._C", kernel_sources()), extension("epruntime._kv", books)],
+        "cmdclass": {"build_ext": BuildExtensions},
     }
 
 

@@ -15,7 +15,6 @@ class InFlightPlan:
 
     Attributes:
         pieces: (request, its computed tokens after this plan, whether it then samples) of each prefill piece.
-        granted: decoding requests that enter a new KV block.
         ending: requests of which this plan samples the last possible token.
         num_decodes: requests that decode at most.
     """
@@ -27,7 +26,6 @@ class InFlightPlan:
     prefill: dict[int, int] = field(default_factory=dict)
     hold: list[int] = field(default_factory=list)
     pieces: list[tuple[SchedulerRequest, int, bool]] = field(default_factory=list)
-    granted: list[SchedulerRequest] = field(default_factory=list)
     ending: list[SchedulerRequest] = field(default_factory=list)
     num_decodes: int = 0
 

@@ -1,253 +1,133 @@
-"""The books of one rank's paged KV cache: which block belongs to whom. Ids only, no memory, no torch.
+"""The books of one rank's paged KV cache: the token history and the block table of each request.
 
-    free --allocate--> referenced --release--> free, or (published) cached --evict--> free
-                            \\--quarantine(until step)--> released when that step has ended
-
-A block's reference count is the number of block tables it stands in, plus one for each table that
-has been given up but may still be written (or read) by a plan in flight: the quarantine keeps the
-reference until the result of the last such plan has been applied. So a block is never handed out
-while an in-flight plan may write it, and nothing else has to know about plans.
+add -> [append while preempted] -> admit -> confirm, append, grow ... -> release -> admit again, or forget
 
 A full block whose content is confirmed (the result of the step that computed its last position has
-been applied) may be published. Another request whose history begins with the same tokens then takes
-a reference instead of computing it again. Published blocks are never written: a request writes only
+been applied) is published. Another request whose history begins with the same tokens then takes a
+reference instead of computing it again. Published blocks are never written: a request writes only
 positions that are not yet computed, and the prefix it takes over always leaves at least its last
-token to compute.
+token to compute. Which block is whose, and since when: block_pool.py.
 
-What a published block holds has a number, its content: a history of tokens up to the block's end.
-Blocks are found by key, the content before the block and the block's own token ids, so each is a
-node of a tree of histories. Nothing is hashed down to a digest: keys are compared in full, a wrong
-hit is impossible, and a lookup costs no more than a dict's. Contents are numbered as they are
-published and no number is used twice, so a key is never mistaken after an eviction; the blocks
-below an evicted one are not found any more and are evicted in their turn.
+Two implementations: ReferenceKVCache (kv_reference.py), and the same in C++ (csrc/kv). One process
+keeps the books of all ranks, and in Python their tens of thousands of small objects cost more time
+in cache misses than all the rest of scheduling (benchmarks/results/scheduler.md has both).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from epruntime.engine.request import NEVER, NO_CONTENT, SchedulerRequest
+import numpy as np
 
-_TOKEN_BYTES = 4  # token ids are int32
+from epruntime import envs
+from epruntime.engine.kv_reference import ReferenceKVCache
 
-
-def content_key(parent: int, token_ids: bytes) -> bytes:
-    """Names the content that block `token_ids` (int32) makes after content `parent` (NO_CONTENT: at the start)."""
-    return parent.to_bytes(8, "little") + token_ids
-
-
-class BlockPool:
-    """`num_blocks` KV blocks with reference counts, a prefix cache with LRU eviction, and a quarantine."""
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks}: a KV cache needs at least one block")
-        self.num_blocks = num_blocks
-        self.num_quarantined = 0
-        """References held by the quarantine."""
-        self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is the warmest
-        self._cached: OrderedDict[int, None] = OrderedDict()  # published and unreferenced; next to evict first
-        self._key_of: list[bytes | None] = [None] * num_blocks  # of published blocks
-        self._content_of = [NO_CONTENT] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        self._num_contents = NO_CONTENT
-        self._quarantine: dict[int, list[int]] = {}  # step -> blocks, each with one reference
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can hand out: free ones, and cached ones that nobody references."""
-        return len(self._free) + len(self._cached)
-
-    def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks with one reference each; evicts the least recently used cached ones if needed."""
-        if count > self.num_free:
-            raise ValueError(f"{count} KV blocks asked, {self.num_free} of {self.num_blocks} free")
-        split = max(0, len(self._free) - count)
-        blocks = self._free[split:][::-1]
-        del self._free[split:]
-        while len(blocks) < count:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-            blocks.append(block)
-        for block in blocks:
-            self._refs[block] = 1
-        return blocks
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Takes one more reference to each block: prefix hits, and forks of a sequence."""
-        for block in blocks:
-            if self._refs[block] == 0:
-                if block not in self._cached:
-                    raise ValueError(f"KV block {block} is free and has no content to share")
-                del self._cached[block]
-            self._refs[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Gives one reference to each block back. A table's tail goes first: released first, evicted first."""
-        refs, key_of = self._refs, self._key_of
-        for block in blocks:
-            count = refs[block] - 1
-            if count < 0:
-                raise ValueError(f"KV block {block} released more often than referenced")
-            refs[block] = count
-            if not count:
-                if key_of[block] is None:
-                    self._free.append(block)
-                else:
-                    self._cached[block] = None
-
-    def quarantine(self, blocks: list[int], until_step: int) -> None:
-        """Keeps the caller's references to `blocks` until `end_step(until_step)`, then releases them."""
-        self._quarantine.setdefault(until_step, []).extend(blocks)
-        self.num_quarantined += len(blocks)
-
-    def end_step(self, step: int) -> None:
-        """The result of `step` has been applied: releases what waited for it."""
-        blocks = self._quarantine.pop(step, None)
-        if blocks is not None:
-            self.num_quarantined -= len(blocks)
-            self.release(blocks)
-
-    def num_returning(self, tables: Iterable[list[int]] = ()) -> int:
-        """Blocks that become free once the quarantine has ended and `tables` are released (a lower bound)."""
-        refs = self._refs
-        groups = (*self._quarantine.values(), *tables)
-        return sum(refs[block] == 1 for blocks in groups for block in blocks)
-
-    def publish(self, block: int, parent: int, token_ids: bytes) -> int:
-        """Offers a referenced block, full and confirmed, for reuse; the first block published for a content wins.
-
-        Args:
-            parent: content before the block (NO_CONTENT: it is the first). token_ids: its own ids, int32.
-
-        Returns:
-            the content up to the block's end, for the next block to be published after.
-        """
-        if self._refs[block] < 1:
-            raise ValueError(f"KV block {block} is not referenced and cannot be published")
-        key = content_key(parent, token_ids)
-        winner = self._block_of.get(key)
-        if winner is not None:
-            return self._content_of[winner]
-        if self._key_of[block] is not None:
-            raise ValueError(f"KV block {block} is published already, with another content")
-        self._block_of[key] = block
-        self._key_of[block] = key
-        self._num_contents += 1
-        self._content_of[block] = self._num_contents
-        return self._num_contents
-
-    def match(self, token_ids: bytes, block_size: int) -> list[int]:
-        """Published blocks of the longest known prefix of `token_ids` (int32, whole blocks); takes no reference."""
-        blocks, content, width = [], NO_CONTENT, block_size * _TOKEN_BYTES
-        for start in range(0, len(token_ids), width):
-            block = self._block_of.get(content_key(content, token_ids[start : start + width]))
-            if block is None:
-                break
-            blocks.append(block)
-            content = self._content_of[block]
-        return blocks
-
-    def content_of(self, block: int) -> int:
-        """What a published block holds."""
-        return self._content_of[block]
-
-    def can_take(self, shared: Sequence[int], count: int) -> bool:
-        """Whether `share(shared)` followed by `allocate(count)` succeeds (shared blocks may be evictable ones)."""
-        return count + sum(self._refs[block] == 0 for block in shared) <= self.num_free
-
-    def _forget(self, block: int) -> None:
-        key = self._key_of[block]
-        if key is not None:
-            self._key_of[block] = None
-            del self._block_of[key]
+logger = logging.getLogger("epruntime.engine.kv_cache")
 
 
-class KVCacheManager:
-    """Block tables of one rank's requests, on top of a BlockPool.
+class KVCache(Protocol):
+    """Requests are named by rid, steps by number; "computed" means: by steps whose results have been applied.
 
-    Args:
-        num_blocks: KV blocks of the rank. block_size: tokens per block.
-        prefix_caching: reuse blocks of equal histories.
+    Raises:
+        ValueError: a call that makes no sense, such as a block released twice. KeyError: an unknown rid.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size}: must be at least 1")
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.prefix_caching = prefix_caching
-        self._ended_step = -1
+    @property
+    def num_blocks(self) -> int: ...
 
     @property
-    def max_tokens(self) -> int:
-        """Positions that one request alone can have computed."""
-        return self.pool.num_blocks * self.block_size
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
 
     @property
-    def usage(self) -> float:
-        """Share of blocks that are referenced or in quarantine; cached ones that nobody references count as free."""
-        return 1.0 - self.pool.num_free / self.pool.num_blocks
+    def prefix_caching(self) -> bool:
+        """Whether blocks of equal histories are used again."""
+        ...
 
-    def match(self, request: SchedulerRequest) -> tuple[list[int], int] | None:
-        """What admitting `request` takes now: (cached prefix blocks, blocks to allocate for the rest of its history).
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out: free ones, and cached ones that nobody references."""
+        ...
 
-        None if there are not enough blocks. Takes nothing.
+    def add(self, rid: int, token_ids: Sequence[int]) -> None:
+        """A request with its prompt; it has no blocks yet."""
+        ...
+
+    def forget(self, rid: int) -> None:
+        """The request has ended and was released, or never admitted."""
+        ...
+
+    def token_ids(self, rid: int) -> tuple[int, ...]:
+        """The known history: prompt, then every token appended."""
+        ...
+
+    def append(self, rids: np.ndarray, token_ids: np.ndarray) -> list[int]:
+        """Each token joins the history of its request, whose earlier tokens are all computed if it has a table.
+
+        Args:
+            rids: int64 [N]. token_ids: int32 [N].
+
+        Returns:
+            indices of rids that are unknown, ascending; their tokens are ignored.
         """
-        num_tokens = len(request.token_ids)
-        hits: list[int] = []
-        if self.prefix_caching:
-            # the last token is always computed: it yields the next one
-            limit = min(num_tokens - 1, request.num_skippable_tokens) // self.block_size
-            hits = self.pool.match(request.token_ids[: limit * self.block_size].tobytes(), self.block_size)
-        need = -(-num_tokens // self.block_size) - len(hits)
-        return (hits, need) if self.pool.can_take(hits, need) else None
+        ...
 
-    def admit(self, request: SchedulerRequest, hits: list[int], need: int) -> None:
-        """Gives `request` a table that covers its whole known history, as `match` found it possible."""
-        self.pool.share(hits)  # first: allocating may evict cached blocks
-        request.block_ids = hits + self.pool.allocate(need)
-        request.num_published = len(hits)
-        request.content = self.pool.content_of(hits[-1]) if hits else NO_CONTENT
-        request.publish_at = (len(hits) + 1) * self.block_size if self.prefix_caching else NEVER
+    def can_admit(self, rid: int, num_skippable: int) -> bool:
+        """Whether `admit` would succeed now. Takes nothing."""
+        ...
 
-    def grow(self, requests: Sequence[SchedulerRequest]) -> list[int] | None:
-        """Appends one block to each table and returns these blocks; None if there are not enough."""
-        if len(requests) > self.pool.num_free:
-            return None
-        blocks = self.pool.allocate(len(requests))
-        for request, block in zip(requests, blocks, strict=True):
-            request.block_ids.append(block)
-        return blocks
+    def admit(self, rid: int, num_skippable: int) -> tuple[int, tuple[int, ...]] | None:
+        """Gives the request a table that covers its whole history, if blocks suffice.
 
-    def confirm(self, request: SchedulerRequest, num_computed: int) -> None:
-        """The first `num_computed` positions are computed, by steps now applied: publishes full blocks."""
-        if num_computed < request.publish_at:
-            return
-        size, width = self.block_size, self.block_size * _TOKEN_BYTES
-        first, full = request.num_published, num_computed // size
-        token_ids = request.token_ids[first * size : full * size].tobytes()
-        content = request.content
-        for i, block in enumerate(request.block_ids[first:full]):
-            content = self.pool.publish(block, content, token_ids[i * width : (i + 1) * width])
-        request.content = content
-        request.num_published = full
-        request.publish_at = (full + 1) * size
+        Args:
+            num_skippable: leading tokens that need not be computed again if their KV is cached.
 
-    def release(self, request: SchedulerRequest, until_step: int) -> None:
+        Returns:
+            tokens found in the prefix cache (a multiple of block_size, fewer than the history has), and the table.
+        """
+        ...
+
+    def grow(self, rids: Sequence[int]) -> list[int] | None:
+        """Appends one block to each table and returns these blocks; None, and no change, if there are not enough."""
+        ...
+
+    def confirm(self, rid: int, num_computed: int) -> None:
+        """The first `num_computed` tokens of the history are computed: full blocks of them are published."""
+        ...
+
+    def release(self, rid: int, until_step: int) -> None:
         """Gives the table up. Its blocks stay in quarantine until `until_step`, the last to touch them, has ended."""
-        blocks = request.block_ids[::-1]
-        request.block_ids = []
-        request.num_published = 0
-        request.publish_at = NEVER
-        if until_step <= self._ended_step:
-            self.pool.release(blocks)
-        else:
-            self.pool.quarantine(blocks, until_step)
+        ...
+
+    def num_returning(self, rids: Sequence[int]) -> int:
+        """Blocks that become free once the quarantine has ended and `rids` are released (a lower bound)."""
+        ...
 
     def end_step(self, step: int) -> None:
         """The result of `step` has been applied."""
-        self._ended_step = step
-        self.pool.end_step(step)
+        ...
+
+
+@functools.cache
+def _native() -> Callable[..., KVCache] | None:
+    if envs.get("EPRUNTIME_DISABLE_EXTENSION"):
+        reason = "EPRUNTIME_DISABLE_EXTENSION=1"
+    else:
+        try:
+            native: Callable[..., KVCache] = importlib.import_module("epruntime._kv").NativeKVCache
+            return native
+        except ImportError as error:
+            reason = str(error)
+    logger.warning("the KV cache's books are kept in Python, which is slower where ranks are many: %s", reason)
+    return None
+
+
+def make_kv_cache(*, num_blocks: int, block_size: int, prefix_caching: bool) -> KVCache:
+    """The books of an empty cache: in C++ where the extension is built, else in Python."""
+    make: Callable[..., KVCache] = _native() or ReferenceKVCache
+    return make(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching)

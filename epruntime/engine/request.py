@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +11,6 @@ from epruntime.plan import SamplingSpec, TokenLogprobs
 
 #: A step or position that is never reached.
 NEVER = 2**62
-
-#: What precedes the first KV block: no token.
-NO_CONTENT = 0
 
 
 class RequestState(enum.Enum):
@@ -37,13 +33,9 @@ class SchedulerRequest:
     Attributes:
         rid: the engine's handle.
         arrival: counts up with every request added to the scheduler; kept across preemptions.
-        token_ids: int32; prompt, then every token whose result has been applied.
+        num_tokens: known tokens when it was added or last admitted: prompt, then tokens applied by then.
         spec: its max_tokens already capped.
-        block_ids: KV blocks of its table on the rank, in position order; empty while waiting.
         num_scheduled: leading tokens computed by plans made so far (kept up to date during prefill only).
-        num_published: leading blocks of the table that have been offered to the prefix cache.
-        content: what the last of those holds (kv_cache.py).
-        publish_at: number of computed tokens at which the next block may be published.
         due: step whose plan must grant the next KV block (NEVER: none needed before `end`).
         end: last step that can sample a token for it, reached if nothing stops it earlier.
         ready_after: a preempted request may be readmitted once the result of this step has been applied.
@@ -53,29 +45,16 @@ class SchedulerRequest:
 
     rid: int
     arrival: int
-    token_ids: array[int]
+    num_tokens: int
     num_prompt_tokens: int
     spec: SamplingSpec
     state: RequestState = RequestState.WAITING
-    block_ids: list[int] = field(default_factory=list)
     num_scheduled: int = 0
-    num_published: int = 0
-    content: int = NO_CONTENT
-    publish_at: int = NEVER
     due: int = NEVER
     end: int = NEVER
     ready_after: int = -1
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        """Output tokens still to be sampled, if nothing stops it earlier."""
-        return self.spec.max_tokens - self.num_output_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -103,7 +82,7 @@ class SchedulerRequest:
         The log-probability of a prompt token comes from computing the token before it.
         """
         if not self.wants_prompt_logprobs or self.num_prompt_logprobs == self.num_prompt_tokens - 1:
-            return len(self.token_ids)
+            return NEVER
         return self.num_prompt_logprobs
 
 

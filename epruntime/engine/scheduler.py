@@ -9,8 +9,7 @@ then the next chunks of running prefills, then admissions, first come first serv
 What keeps a step cheap: a decode that merely continues is not touched by `plan`, and `apply` only
 appends its token. It advances by one position in every plan, so the step at which it needs its next
 KV block (`due`) and the last step it can reach (`end`) are known when it starts to decode; requests
-wait in buckets under those two step numbers. The result of a step that entered a new block is also
-the occasion to publish the one before.
+wait in buckets under those two step numbers. Histories and block tables are the KV cache's.
 
 What makes several plans in flight safe: a plan counts on what earlier plans may do (upper bounds),
 and `apply` corrects. Blocks given up go through the quarantine (kv_cache.py); a preempted request
@@ -25,15 +24,16 @@ arrived first is preempted by nobody, and one request alone always fits (checked
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+
 from epruntime.config import SchedulerConfig
 from epruntime.engine.in_flight import InFlightPlan
-from epruntime.engine.kv_cache import KVCacheManager
+from epruntime.engine.kv_cache import make_kv_cache
 from epruntime.engine.request import NEVER, RequestState, SchedulerRequest, StepBuckets
 from epruntime.engine.scheduler_counters import SchedulerCounters
 from epruntime.engine.token_updates import TokenUpdate as TokenUpdate
@@ -70,10 +70,9 @@ class GroupScheduler:
         self.generation = generation
         self.placement_version = 0
         self.counters = SchedulerCounters()
-        self._kv = KVCacheManager(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
+        self._kv = make_kv_cache(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
         self._num_added = 0
         self._requests: dict[int, SchedulerRequest] = {}
-        self._append: dict[int, Callable[[int], None]] = {}  # of each request's token_ids
         self._num_preemptions: dict[int, int] = {}  # of live requests that were preempted
         self._waiting: OrderedDict[int, SchedulerRequest] = OrderedDict()
         self._prefilling: dict[SchedulerRequest, None] = {}
@@ -91,7 +90,7 @@ class GroupScheduler:
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt plus output that `add` accepts. The last token is sampled and never computed: hence + 1."""
-        return min(self._max_model_len, self._kv.max_tokens + 1)
+        return min(self._max_model_len, self._kv.num_blocks * self._kv.block_size + 1)
 
     @property
     def num_running(self) -> int:
@@ -105,16 +104,16 @@ class GroupScheduler:
     @property
     def kv_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1; cached blocks that nobody references count as free."""
-        return self._kv.usage
+        return 1.0 - self._kv.num_free_blocks / self._kv.num_blocks
 
     @property
     def num_kv_blocks(self) -> int:
-        return self._kv.pool.num_blocks
+        return self._kv.num_blocks
 
     @property
     def num_free_kv_blocks(self) -> int:
         """Includes cached blocks that nobody references."""
-        return self._kv.pool.num_free
+        return self._kv.num_free_blocks
 
     @property
     def wants_plan(self) -> bool:
@@ -126,7 +125,10 @@ class GroupScheduler:
         """Whether a plan made now would compute something, if every token in flight is one that does not stop."""
         if self._decoding or self._prefilling:
             return True
-        return bool(self._waiting) and self._admissible(next(iter(self._waiting.values()))) is not None
+        if not self._waiting:
+            return False
+        request = next(iter(self._waiting.values()))
+        return self._may_enter(request) and self._kv.can_admit(request.rid, request.num_skippable_tokens)
 
     def add(self, rid: int, prompt_token_ids: Sequence[int], spec: SamplingSpec) -> None:
         """Queues a request. Its output ends at max_model_len at the latest.
@@ -160,13 +162,13 @@ class GroupScheduler:
         request = SchedulerRequest(
             rid=rid,
             arrival=self._num_added,
-            token_ids=array("i", prompt_token_ids),
+            num_tokens=num_prompt,
             num_prompt_tokens=num_prompt,
             spec=spec,
         )
+        self._kv.add(rid, prompt_token_ids)
         self._num_added += 1
         self._requests[rid] = self._waiting[rid] = request
-        self._append[rid] = request.token_ids.append
 
     def drop(self, rid: int) -> None:
         """Forgets a request in any state; results still to come for it are ignored. Nothing to do if it has ended."""
@@ -232,14 +234,11 @@ class GroupScheduler:
         )
         if flight.pieces:
             self._confirm_prefill(flight, result, updates)
-        updates = self._append_tokens(updates)
-        for request in flight.granted:  # this step wrote into a new block: the one before is computed
-            self._kv.confirm(request, len(request.token_ids) - 1)
+        dropped = self._append_tokens(result)
+        if dropped:
+            updates = updates.without(dropped)
         for rid in updates.finished:
-            request = self._requests[rid]
-            if rid not in result.errors:
-                self._kv.confirm(request, len(request.token_ids) - 1)
-            self._remove(request)
+            self._remove(self._requests[rid])
         for request in flight.ending:
             if request.state is RequestState.ENDING:
                 raise ProtocolError(
@@ -256,7 +255,7 @@ class GroupScheduler:
         due = self._due.pop(draft.step)
         if not due:
             return False
-        blocks = self._kv.grow(due)
+        blocks = self._kv.grow([request.rid for request in due])
         if blocks is not None:
             self._grant(draft, due, blocks)
             return False
@@ -265,7 +264,7 @@ class GroupScheduler:
         for request in due:
             if request.state is not RequestState.DECODE:  # preempted by an earlier one of this loop
                 continue
-            blocks = self._kv.grow([request])
+            blocks = self._kv.grow([request.rid])
             while blocks is None:
                 if returning < 1:
                     returning = self._num_returning_blocks() - len(draft.hold)
@@ -276,7 +275,7 @@ class GroupScheduler:
                 preempted = True
                 if victim is request:
                     break
-                blocks = self._kv.grow([request])
+                blocks = self._kv.grow([request.rid])
             if blocks is not None:
                 self._grant(draft, [request], blocks)
             elif request.state is RequestState.DECODE:
@@ -286,7 +285,6 @@ class GroupScheduler:
 
     def _grant(self, draft: InFlightPlan, requests: list[SchedulerRequest], blocks: list[int]) -> None:
         """One new block for each; their next ones are due a block's length later."""
-        draft.granted += requests
         draft.blocks.update((request.rid, (block,)) for request, block in zip(requests, blocks, strict=True))
         next_due, going_on = draft.step + self._kv.block_size, []
         for request in requests:
@@ -319,7 +317,7 @@ class GroupScheduler:
 
     def _prefill(self, draft: InFlightPlan, request: SchedulerRequest, budget: int) -> int:
         """Plans the next piece of a history, at most `budget` tokens; returns how many."""
-        remaining = len(request.token_ids) - request.num_scheduled
+        remaining = request.num_tokens - request.num_scheduled
         count = min(remaining, budget)
         if count < 1:
             return 0
@@ -337,10 +335,11 @@ class GroupScheduler:
         del self._prefilling[request]
         self._decoding.add(request)
         request.state = RequestState.DECODE
-        request.end = step + request.num_remaining_tokens - 1
+        num_output = request.num_tokens - request.num_prompt_tokens
+        request.end = step + request.spec.max_tokens - num_output - 1
         self._ends.add(request.end, request)
-        # step + 1 writes position len(token_ids), and each later step the next one
-        self._file_due(request, step + 1 + len(request.block_ids) * self._kv.block_size - len(request.token_ids))
+        # step + 1 writes position num_tokens, and each later step the next one; the table ends with that block
+        self._file_due(request, step + 1 + -request.num_tokens % self._kv.block_size)
 
     def _file_due(self, request: SchedulerRequest, step: int) -> None:
         request.due = step if step <= request.end else NEVER
@@ -351,43 +350,41 @@ class GroupScheduler:
         """Takes requests off the queue, strictly in order, as long as sequences, tokens and blocks suffice."""
         while self._waiting and budget > 0:
             rid, request = next(iter(self._waiting.items()))
-            found = self._admissible(request)
-            if found is None:
+            if not self._may_enter(request):
+                return
+            admitted = self._kv.admit(rid, request.num_skippable_tokens)
+            if admitted is None:
                 return
             del self._waiting[rid]
-            hits, need = found
-            self._kv.admit(request, hits, need)
-            request.num_scheduled = len(hits) * self._kv.block_size
+            num_cached, block_ids = admitted
+            token_ids = self._kv.token_ids(rid)
+            request.num_tokens, request.num_scheduled = len(token_ids), num_cached
             if self._kv.prefix_caching:
-                self.counters.prefix_query_tokens += len(request.token_ids)
-                self.counters.prefix_hit_tokens += request.num_scheduled
+                self.counters.prefix_query_tokens += len(token_ids)
+                self.counters.prefix_hit_tokens += num_cached
             request.state = RequestState.PREFILL
             self._prefilling[request] = None
             draft.new.append(
                 NewRequest(
                     rid=rid,
-                    token_ids=tuple(request.token_ids),
+                    token_ids=token_ids,
                     num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=request.num_scheduled,
-                    block_ids=tuple(request.block_ids),
+                    num_computed_tokens=num_cached,
+                    block_ids=block_ids,
                     sampling=request.spec,
                     num_prompt_logprobs=request.num_prompt_logprobs,
                 )
             )
             budget -= self._prefill(draft, request, budget)
 
-    def _admissible(self, request: SchedulerRequest) -> tuple[list[int], int] | None:
-        """(cached blocks, blocks to allocate) if the first in the queue could run now, else None."""
-        if request.ready_after > self._applied_step:
-            return None
-        if len(self._prefilling) + len(self._decoding) >= self._max_num_seqs:
-            return None
-        return self._kv.match(request)
+    def _may_enter(self, request: SchedulerRequest) -> bool:
+        """Whether the first in the queue could run now, if there are blocks for it."""
+        running = len(self._prefilling) + len(self._decoding)
+        return running < self._max_num_seqs and request.ready_after <= self._applied_step
 
     def _num_returning_blocks(self) -> int:
         """KV blocks that come back without anyone being preempted."""
-        tables: Iterable[list[int]] = (request.block_ids for request in self._ending)
-        return self._kv.pool.num_returning(tables)
+        return self._kv.num_returning([request.rid for request in self._ending])
 
     # ---- parts of apply, and leaving
 
@@ -400,36 +397,31 @@ class GroupScheduler:
             if samples != (request.rid in sampled):
                 raise ProtocolError(
                     f"result of step {flight.step}: request {request.rid} was to be computed up to token "
-                    f"{num_computed} of {len(request.token_ids)} and {'no' if samples else 'a'} token came back"
+                    f"{num_computed} of {request.num_tokens} and {'no' if samples else 'a'} token came back"
                 )
-            if request.state is not RequestState.WAITING:
-                self._kv.confirm(request, num_computed)
+            self._kv.confirm(request.rid, num_computed)
             if request.wants_prompt_logprobs:
                 request.take_prompt_logprobs(result.prompt_logprobs.get(request.rid, ()), num_computed)
-                if request.num_output_tokens == 0 and samples:
+                if samples and request.num_tokens == request.num_prompt_tokens:
                     updates.prompt_logprobs[request.rid] = tuple(request.prompt_logprobs)
                     request.prompt_logprobs.clear()  # not needed any more, and long
 
-    def _append_tokens(self, updates: TokenUpdates) -> TokenUpdates:
-        """Each token joins the history of its request; returns the updates of requests that still live."""
-        appends = list(map(self._append.get, updates.rids))
-        if updates.errors or not all(appends):
-            updates = updates.select([i for i, append in enumerate(appends) if append is not None])
-            for rid, token, finish in zip(updates.rids, updates.tokens, updates.finish, strict=True):
-                if finish != FINISH_ERROR:
-                    self._append[rid](token)
-            return updates
-        for append, token in zip(appends, updates.tokens, strict=True):
-            append(token)
-        return updates
+    def _append_tokens(self, result: StepResult) -> list[int]:
+        """Each token joins the history of its request; returns the indices of those whose request does not live."""
+        if not result.errors:
+            return self._kv.append(result.rids, result.tokens)
+        valid = np.flatnonzero(result.finish != FINISH_ERROR)
+        self._kv.append(result.rids[valid], result.tokens[valid])
+        return [i for i, rid in enumerate(result.rids.tolist()) if rid not in self._requests]
 
     def _remove(self, request: SchedulerRequest) -> None:
-        del self._requests[request.rid], self._append[request.rid]
+        del self._requests[request.rid]
         self._num_preemptions.pop(request.rid, None)
         if request.state is RequestState.WAITING:
             del self._waiting[request.rid]
         else:
             self._leave_rank(request)
+        self._kv.forget(request.rid)
         request.state = RequestState.GONE
 
     def _leave_rank(self, request: SchedulerRequest) -> None:
@@ -443,4 +435,4 @@ class GroupScheduler:
             self._decoding.remove(request)
             self._ends.discard(request.end, request)
             self._due.discard(request.due, request)
-        self._kv.release(request, last_touched)
+        self._kv.release(request.rid, last_touched)

@@ -71,13 +71,14 @@ class TokenUpdates:
                 self.prompt_logprobs.get(rid),
             )
 
-    def select(self, indices: list[int]) -> TokenUpdates:
-        """The tokens at `indices` (ascending), all else as it is."""
+    def without(self, indices: list[int]) -> TokenUpdates:
+        """All but the tokens at `indices`."""
+        kept = sorted(set(range(len(self.rids))).difference(indices))
         return TokenUpdates(
-            rids=[self.rids[i] for i in indices],
-            tokens=[self.tokens[i] for i in indices],
-            finish=[self.finish[i] for i in indices],
-            logprobs={new: self.logprobs[old] for new, old in enumerate(indices) if old in self.logprobs},
+            rids=[self.rids[i] for i in kept],
+            tokens=[self.tokens[i] for i in kept],
+            finish=[self.finish[i] for i in kept],
+            logprobs={new: self.logprobs[old] for new, old in enumerate(kept) if old in self.logprobs},
             errors=self.errors,
             num_preemptions=self.num_preemptions,
             prompt_logprobs=self.prompt_logprobs,

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from epruntime.config import SchedulerConfig
+from epruntime.engine.kv_reference import ReferenceKVCache
 from epruntime.engine.router import Router
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.token_updates import TokenUpdate
 from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from epruntime.testing.fake_rank import FakeRank, unbatched, unbatched_prompt_logprobs
+from epruntime.testing.mirrored_kv import MirroredKVCache
 
 VOCAB_SIZE = 11
 
@@ -25,12 +27,20 @@ def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (),
     )
 
 
+def reference_kv(scheduler: GroupScheduler) -> ReferenceKVCache:
+    """The Python side of a simulated scheduler's books."""
+    kv = scheduler._kv
+    return kv.reference if isinstance(kv, MirroredKVCache) else kv
+
+
 def audit(scheduler: GroupScheduler) -> None:
     """Every block is free, cached, or referenced exactly as often as tables and quarantine say; none is lost."""
-    pool = scheduler._kv.pool
+    kv = reference_kv(scheduler)
+    pool = kv.pool
+    assert kv._sequences.keys() == scheduler._requests.keys(), "histories of requests that have ended"
     expected: Counter[int] = Counter()
-    for request in scheduler._requests.values():
-        expected.update(request.block_ids)
+    for sequence in kv._sequences.values():
+        expected.update(sequence.block_ids)
     for blocks in pool._quarantine.values():
         expected.update(blocks)
     assert pool._refs == [expected[block] for block in range(pool.num_blocks)], "reference counts"
@@ -48,6 +58,10 @@ class SchedulerSim:
     """`num_groups` schedulers with a FakeRank each, `depth` plans in flight at most.
 
     The depth may be any; beyond 2 it puts rules to the test that 2 never strains.
+
+    Args:
+        mirrored: keep the KV books in C++ too, and compare; else in Python only.
+        late, check: see FakeRank.
     """
 
     def __init__(
@@ -63,6 +77,7 @@ class SchedulerSim:
         prefix_caching: bool = True,
         late: bool = False,
         check: bool = True,
+        mirrored: bool = True,
     ) -> None:
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.depth = depth
@@ -76,6 +91,9 @@ class SchedulerSim:
             )
             for _ in range(num_groups)
         ]
+        make_books = MirroredKVCache if mirrored else ReferenceKVCache
+        for scheduler in self.schedulers:
+            scheduler._kv = make_books(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
         self.ranks = [
             FakeRank(
                 num_blocks=num_kv_blocks,

@@ -1,182 +1,197 @@
-"""BlockPool and KVCacheManager: who owns a block, when it may be handed out again, what the prefix cache gives."""
+"""The KV cache's books, in Python and in C++: tables, histories, what the prefix cache gives, what they refuse."""
 
-from array import array
+import random
 
+import numpy as np
 import pytest
 
-from epruntime.engine.kv_cache import BlockPool, KVCacheManager
-from epruntime.engine.request import NO_CONTENT, SchedulerRequest
-from epruntime.testing.scheduler_sim import make_spec
+from epruntime.engine import kv_cache
+from epruntime.engine.kv_cache import KVCache, make_kv_cache
+from epruntime.engine.kv_reference import ReferenceKVCache
+from epruntime.testing.mirrored_kv import MirroredKVCache, native_kv_cache
+
+ALL = 2**62  # num_skippable: no token need be computed again
+
+needs_native = pytest.mark.skipif(native_kv_cache() is None, reason="the C++ extension is not built")
 
 
-def request(tokens: list[int], rid: int = 1) -> SchedulerRequest:
-    return SchedulerRequest(
-        rid=rid, arrival=rid, token_ids=array("i", tokens), num_prompt_tokens=len(tokens), spec=make_spec(max_tokens=8)
-    )
+@pytest.fixture(params=["python", pytest.param("c++", marks=needs_native)])
+def make(request):
+    return ReferenceKVCache if request.param == "python" else native_kv_cache()
 
 
-def ids(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
+def append(kv: KVCache, tokens: dict[int, int]) -> list[int]:
+    return kv.append(np.array(list(tokens), np.int64), np.array(list(tokens.values()), np.int32))
 
 
-def admit(kv: KVCacheManager, req: SchedulerRequest) -> int:
-    """Admits and returns the number of cached tokens."""
-    found = kv.match(req)
-    assert found is not None
-    kv.admit(req, *found)
-    return len(found[0]) * kv.block_size
+def test_prefix_hit_gives_the_confirmed_full_blocks_and_always_leaves_a_token(make):
+    kv = make(num_blocks=8, block_size=2, prefix_caching=True)
+    kv.add(1, [1, 2, 3, 4, 5])
+    num_cached, first = kv.admit(1, ALL)
+    assert (num_cached, len(first)) == (0, 3)
+    kv.confirm(1, 3)  # one full block computed
+    kv.add(2, [1, 2, 3, 4, 5])
+    num_cached, second = kv.admit(2, ALL)
+    assert num_cached == 2
+    assert second[0] == first[0]
+    assert not set(second[1:]) & set(first)
+    kv.confirm(1, 5)
+    kv.add(3, [1, 2, 3, 4])
+    assert kv.admit(3, ALL)[0] == 2  # both blocks are cached, the last token is computed anyway
+    assert kv.num_free_blocks == 8 - 3 - 2 - 1
 
 
-def test_allocate_gives_distinct_blocks_until_none_is_left():
-    pool = BlockPool(5)
-    first, second = pool.allocate(2), pool.allocate(3)
-    assert sorted(first + second) == [0, 1, 2, 3, 4]
-    assert pool.num_free == 0
-    with pytest.raises(ValueError, match="1 KV blocks asked, 0 of 5 free"):
-        pool.allocate(1)
+def test_a_prefix_is_taken_up_to_what_may_be_skipped(make):
+    kv = make(num_blocks=9, block_size=2, prefix_caching=True)
+    kv.add(1, [1, 2, 3, 4, 5])
+    kv.admit(1, ALL)
+    kv.confirm(1, 5)
+    for rid, num_skippable, num_cached in ((2, 0, 0), (3, 3, 2), (4, 4, 4)):
+        kv.add(rid, [1, 2, 3, 4, 5])
+        assert kv.admit(rid, num_skippable)[0] == num_cached
+        kv.release(rid, -1)
 
 
-def test_a_shared_block_is_free_only_after_its_last_release():
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1)
-    pool.share([block])
-    pool.release([block])
-    assert pool.num_free == 1
-    pool.release([block])
-    assert pool.num_free == 2
-    with pytest.raises(ValueError, match="released more often"):
-        pool.release([block])
+def test_a_block_is_published_when_the_token_after_it_comes(make):
+    kv = make(num_blocks=8, block_size=2, prefix_caching=True)
+    kv.add(1, [1])
+    kv.admit(1, ALL)
+    append(kv, {1: 2})  # sampled, not computed
+    kv.add(2, [1, 2, 9])
+    assert kv.admit(2, ALL)[0] == 0
+    append(kv, {1: 3})  # for this, token 2 has been computed
+    kv.add(3, [1, 2, 9])
+    assert kv.admit(3, ALL)[0] == 2
+    assert kv.token_ids(1) == (1, 2, 3)
 
 
-def test_quarantine_holds_blocks_until_exactly_its_step_has_ended():
-    pool = BlockPool(3)
-    pool.quarantine(pool.allocate(2), until_step=7)
-    pool.quarantine(pool.allocate(1), until_step=6)
-    assert (pool.num_free, pool.num_quarantined, pool.num_returning()) == (0, 3, 3)
-    pool.end_step(5)
-    assert pool.num_free == 0
-    pool.end_step(6)
-    assert pool.num_free == 1
-    pool.end_step(7)
-    assert (pool.num_free, pool.num_quarantined) == (3, 0)
+def test_nothing_is_published_without_prefix_caching(make):
+    kv = make(num_blocks=8, block_size=2, prefix_caching=False)
+    kv.add(1, [1, 2, 3, 4, 5])
+    kv.admit(1, ALL)
+    kv.confirm(1, 5)
+    kv.add(2, [1, 2, 3, 4, 5])
+    assert kv.admit(2, ALL)[0] == 0
 
 
-def test_released_published_blocks_are_evicted_least_recently_used_first():
-    pool = BlockPool(3)
-    a, b, c = pool.allocate(3)
-    for block, token in ((a, 1), (b, 2), (c, 3)):
-        pool.publish(block, NO_CONTENT, ids(token))
-    pool.release([b])
-    pool.release([a])
-    pool.release([c])
-    pool.share([b])  # used again, and released last
-    pool.release([b])
-    assert pool.num_free == 3
-    assert pool.allocate(1) == [a]
-    assert pool.match(ids(1), 1) == []
-    assert pool.match(ids(2), 1) == [b]
-    assert pool.allocate(2) == [c, b]
-    assert pool.match(ids(2), 1) == pool.match(ids(3), 1) == []
-
-
-def test_match_stops_at_the_first_gap():
-    pool = BlockPool(4)
-    a, b, c, d = pool.allocate(4)
-    first = pool.publish(a, NO_CONTENT, ids(1, 2))
-    second = pool.publish(b, first, ids(3, 4))
-    pool.publish(c, second, ids(5, 6))
-    assert pool.match(ids(1, 2, 3, 4, 5, 6), 2) == [a, b, c]
-    assert pool.match(ids(1, 2, 0, 4, 5, 6), 2) == [a]
-    assert pool.match(ids(3, 4), 2) == []  # same block, other history
-    assert pool.publish(d, NO_CONTENT, ids(1, 2)) == first  # the same content again: the first block stays
-    assert pool.match(ids(1, 2), 2) == [a]
-
-
-def test_what_came_after_an_evicted_block_is_not_found_after_its_successor():
-    """A block's content is not known by its tokens alone: what follows it counts on who computed it."""
-    pool = BlockPool(3)
-    a, b = pool.allocate(2)
-    first = pool.publish(a, NO_CONTENT, ids(1))
-    pool.publish(b, first, ids(2))
-    pool.release([a])
-    assert pool.allocate(2) == [2, a]  # block 2 was free, a is evicted
-    again = pool.publish(2, NO_CONTENT, ids(1))
-    assert again != first
-    assert pool.match(ids(1, 2), 1) == [2]
-
-
-def test_share_of_a_block_without_content_is_refused():
-    pool = BlockPool(2)
-    with pytest.raises(ValueError, match="has no content to share"):
-        pool.share([0])
-    with pytest.raises(ValueError, match="not referenced"):
-        pool.publish(0, NO_CONTENT, ids(1))
-    pool.publish(pool.allocate(1)[0], NO_CONTENT, ids(1))
-    with pytest.raises(ValueError, match="published already"):
-        pool.publish(0, NO_CONTENT, ids(2))
-
-
-def test_can_take_counts_evictable_hits_once():
-    pool = BlockPool(3)
-    a, b = pool.allocate(2)
-    pool.publish(a, NO_CONTENT, ids(1))
-    pool.release([a])  # a cached and evictable, one more free, b in use
-    assert pool.num_free == 2
-    assert pool.can_take([a], 1)
-    assert not pool.can_take([a], 2)  # taking a leaves one
-    assert pool.can_take([b], 2)  # b costs nothing: it is referenced already
-
-
-def test_prefix_hit_gives_the_confirmed_full_blocks_and_always_leaves_a_token():
-    kv = KVCacheManager(num_blocks=8, block_size=2, prefix_caching=True)
-    first = request([1, 2, 3, 4, 5])
-    assert admit(kv, first) == 0
-    assert len(first.block_ids) == 3
-    kv.confirm(first, 3)  # one full block computed
-    assert admit(kv, second := request([1, 2, 3, 4, 5], 2)) == 2
-    assert second.block_ids[0] == first.block_ids[0]
-    assert not set(second.block_ids[1:]) & set(first.block_ids)
-    kv.confirm(first, 5)
-    assert admit(kv, request([1, 2, 3, 4], 3)) == 2  # both blocks are cached, the last token is computed anyway
-    assert kv.pool.num_free == 8 - 3 - 2 - 1
-
-
-def test_nothing_is_published_without_prefix_caching():
-    kv = KVCacheManager(num_blocks=8, block_size=2, prefix_caching=False)
-    first = request([1, 2, 3, 4, 5])
-    admit(kv, first)
-    kv.confirm(first, 5)
-    assert admit(kv, request([1, 2, 3, 4, 5], 2)) == 0
-
-
-def test_released_blocks_of_an_ended_step_are_free_at_once_and_later_ones_wait():
-    kv = KVCacheManager(num_blocks=4, block_size=2, prefix_caching=True)
+def test_released_blocks_of_an_ended_step_are_free_at_once_and_later_ones_wait(make):
+    kv = make(num_blocks=4, block_size=2, prefix_caching=True)
     kv.end_step(3)
-    first, second = request([1, 2]), request([3, 4], 2)
-    admit(kv, first)
-    admit(kv, second)
-    assert kv.usage == 0.5
-    kv.release(first, until_step=3)
-    assert kv.usage == 0.25
-    kv.release(second, until_step=4)
-    assert (kv.usage, second.block_ids) == (0.25, [])
+    for rid in (1, 2):
+        kv.add(rid, [rid, rid])
+        kv.admit(rid, ALL)
+    assert kv.num_free_blocks == 2
+    kv.release(1, 3)
+    assert kv.num_free_blocks == 3
+    kv.release(2, 4)
+    assert (kv.num_free_blocks, kv.num_returning([])) == (3, 1)
     kv.end_step(4)
-    assert kv.usage == 0.0
+    assert (kv.num_free_blocks, kv.num_returning([])) == (4, 0)
 
 
-def test_the_tail_of_a_released_table_is_evicted_before_its_head():
-    kv = KVCacheManager(num_blocks=3, block_size=1, prefix_caching=True)
-    first = request([1, 2, 3])
-    admit(kv, first)
-    kv.confirm(first, 3)
-    table = list(first.block_ids)
-    kv.release(first, until_step=-1)
-    assert kv.pool.allocate(1) == [table[2]]
-    assert len(kv.pool.match(ids(1, 2, 3), 1)) == 2
+def test_the_tail_of_a_released_table_is_evicted_before_its_head(make):
+    kv = make(num_blocks=3, block_size=1, prefix_caching=True)
+    kv.add(1, [1, 2, 3])
+    kv.admit(1, ALL)
+    kv.confirm(1, 3)
+    kv.release(1, -1)
+    kv.add(2, [9])
+    kv.admit(2, ALL)
+    kv.add(3, [1, 2, 3])
+    assert kv.can_admit(3, ALL) is False  # two blocks are left, and it would take both and a third
+    kv.release(2, -1)
+    assert kv.admit(3, ALL)[0] == 2
 
 
-def test_match_takes_nothing_and_says_none_when_blocks_are_short():
-    kv = KVCacheManager(num_blocks=2, block_size=2, prefix_caching=True)
-    assert kv.match(request([1, 2, 3, 4, 5])) is None
-    assert kv.match(request([1, 2, 3])) == ([], 2)
-    assert kv.pool.num_free == 2
+def test_admitting_takes_nothing_when_blocks_are_short(make):
+    kv = make(num_blocks=2, block_size=2, prefix_caching=True)
+    kv.add(1, [1, 2, 3, 4, 5])
+    assert kv.admit(1, ALL) is None
+    assert kv.can_admit(1, ALL) is False
+    kv.add(2, [1, 2, 3])
+    assert kv.can_admit(2, ALL) is True
+    assert kv.num_free_blocks == 2
+    assert kv.admit(2, ALL) == (0, (0, 1))
+    assert kv.grow([2]) is None
+    kv.release(2, -1)
+    assert kv.num_free_blocks == 2
+
+
+def test_tokens_of_requests_that_are_gone_are_pointed_out(make):
+    kv = make(num_blocks=2, block_size=2, prefix_caching=True)
+    kv.add(5, [1])
+    assert append(kv, {4: 7, 5: 8, 6: 9}) == [0, 2]
+    assert kv.token_ids(5) == (1, 8)
+
+
+def test_calls_that_make_no_sense_are_refused(make):
+    with pytest.raises(ValueError, match="block_size=0: must be at least 1"):
+        make(num_blocks=2, block_size=0, prefix_caching=True)
+    with pytest.raises(ValueError, match="num_blocks=0: a KV cache needs at least one block"):
+        make(num_blocks=0, block_size=2, prefix_caching=True)
+    kv = make(num_blocks=2, block_size=2, prefix_caching=True)
+    kv.add(1, [1, 2, 3])
+    with pytest.raises(ValueError, match="rid=1 is in use"):
+        kv.add(1, [1])
+    kv.admit(1, ALL)
+    with pytest.raises(ValueError, match="request 1 has a block table already"):
+        kv.admit(1, ALL)
+    with pytest.raises(ValueError, match="request 1 still has a block table"):
+        kv.forget(1)
+    for call in (kv.forget, kv.token_ids):
+        with pytest.raises(KeyError, match="7"):
+            call(7)
+
+
+@needs_native
+def test_random_calls_give_the_same_in_both():
+    """MirroredKVCache compares each call. Sizes at which evictions, shared prefixes and shortages are frequent."""
+    num_hits = num_short = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        size = rng.randint(1, 5)
+        kv = MirroredKVCache(num_blocks=rng.randint(4, 24), block_size=size, prefix_caching=seed % 5 > 0)
+        tables: dict[int, int] = {}  # rid -> its blocks
+        step = rid = 0
+        for _ in range(300):
+            event = rng.random()
+            if event < 0.3:
+                rid += 1
+                kv.add(rid, [rng.randrange(2) for _ in range(rng.randint(1, 4 * size))])
+                admitted = kv.admit(rid, rng.choice([ALL, ALL, 0, size]))
+                if admitted is None:
+                    num_short += 1
+                    kv.forget(rid)
+                else:
+                    num_hits += admitted[0] > 0
+                    tables[rid] = len(admitted[1])
+                    kv.confirm(rid, len(kv.token_ids(rid)))
+            elif event < 0.7 and tables:
+                chosen = rng.sample(sorted(tables), rng.randint(1, len(tables)))
+                full = [r for r in chosen if len(kv.token_ids(r)) >= tables[r] * size]
+                if kv.grow(full) is not None:
+                    for r in full:
+                        tables[r] += 1
+                    append(kv, {r: rng.randrange(2) for r in [*chosen, 10**6]})
+            elif event < 0.85 and tables:
+                gone = rng.choice(sorted(tables))
+                kv.num_returning([gone])
+                kv.release(gone, step + rng.randint(-1, 2))
+                del tables[gone]
+                if rng.random() < 0.5:
+                    kv.forget(gone)
+            else:
+                step += 1
+                kv.end_step(step)
+    assert min(num_hits, num_short) > 100
+
+
+def test_the_python_books_stand_in_where_the_extension_is_switched_off(monkeypatch, caplog):
+    kv_cache._native.cache_clear()
+    monkeypatch.setenv("EPRUNTIME_DISABLE_EXTENSION", "1")
+    try:
+        kv = make_kv_cache(num_blocks=2, block_size=2, prefix_caching=True)
+        assert isinstance(kv, ReferenceKVCache)
+        assert "EPRUNTIME_DISABLE_EXTENSION=1" in caplog.text
+    finally:
+        kv_cache._native.cache_clear()

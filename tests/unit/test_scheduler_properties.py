@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from epruntime.engine.kv_cache import BlockPool, KVCacheManager
+from epruntime.engine.block_pool import BlockPool
+from epruntime.engine.kv_reference import ReferenceKVCache
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.errors import ProtocolError
 from epruntime.testing.fake_rank import PlanViolation
-from epruntime.testing.scheduler_sim import VOCAB_SIZE, SchedulerSim, make_spec
+from epruntime.testing.scheduler_sim import VOCAB_SIZE, SchedulerSim, make_spec, reference_kv
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 #: prompts begin with a part of one of these, so that prefixes are shared
@@ -81,11 +82,20 @@ SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_co
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-def crowd(seed: int, *, depth: int = 2, check: bool = True, logprobs: bool = False) -> SchedulerSim:
+def crowd(
+    seed: int, *, depth: int = 2, check: bool = True, logprobs: bool = False, mirrored: bool = True
+) -> SchedulerSim:
     """Far more requests than a small cache holds, with random stops and drops, run to their end."""
     rng = random.Random(seed)
     sim = SchedulerSim(
-        depth=depth, block_size=2, num_kv_blocks=9, max_num_seqs=5, max_num_batched_tokens=9, late=True, check=check
+        depth=depth,
+        block_size=2,
+        num_kv_blocks=9,
+        max_num_seqs=5,
+        max_num_batched_tokens=9,
+        late=True,
+        check=check,
+        mirrored=mirrored,
     )
     for _ in range(24):
         length, max_tokens = rng.randint(1, 9), rng.randint(1, 9)
@@ -132,7 +142,7 @@ def test_the_first_arrival_is_never_preempted():
         while sim.live:
             while sim.num_in_flight < 2 and sim.has_work:
                 oldest = min(sim.live)
-                running = sim.schedulers[0]._requests[oldest].block_ids
+                running = list(reference_kv(sim.schedulers[0])._sequences[oldest].block_ids)
                 (plan,) = sim.send()
                 assert not running or oldest not in plan.drop
             sim.collect()
@@ -172,24 +182,26 @@ def lose_a_block(monkeypatch):
 
 
 def publish_before_it_is_computed(monkeypatch):
-    admit = KVCacheManager.admit
+    admit = ReferenceKVCache.admit
 
-    def admit_and_publish(self, request, hits, need):
-        admit(self, request, hits, need)
-        self.confirm(request, len(request.token_ids))
+    def admit_and_publish(self, rid, num_skippable):
+        admitted = admit(self, rid, num_skippable)
+        if admitted is not None:
+            self.confirm(rid, len(self.token_ids(rid)))
+        return admitted
 
-    monkeypatch.setattr(KVCacheManager, "admit", admit_and_publish)
+    monkeypatch.setattr(ReferenceKVCache, "admit", admit_and_publish)
 
 
 def publish_one_position_early(monkeypatch):
-    confirm = KVCacheManager.confirm
+    confirm = ReferenceKVCache.confirm
     monkeypatch.setattr(
-        KVCacheManager, "confirm", lambda self, request, n: confirm(self, request, n + (n < len(request.token_ids)))
+        ReferenceKVCache, "confirm", lambda self, rid, n: confirm(self, rid, n + (n < len(self.token_ids(rid))))
     )
 
 
 def find_by_the_block_alone(monkeypatch):
-    monkeypatch.setattr("epruntime.engine.kv_cache.content_key", lambda parent, token_ids: token_ids)
+    monkeypatch.setattr("epruntime.engine.block_pool.content_key", lambda parent, token_ids: token_ids)
 
 
 def number_contents_twice(monkeypatch):
@@ -217,16 +229,15 @@ def readmit_at_once(monkeypatch):
 
 
 def lose_the_token_in_flight_of_a_preempted_request(monkeypatch):
-    apply = GroupScheduler.apply
+    append = ReferenceKVCache.append
 
-    def apply_and_lose(self, result):
-        lengths = {r: len(r.token_ids) for r in self._waiting.values()}
-        updates = apply(self, result)
-        for request, length in lengths.items():
-            del request.token_ids[length:]
-        return updates
+    def append_to_tables_only(self, rids, token_ids):
+        lost = {rid for rid, sequence in self._sequences.items() if not sequence.block_ids}
+        kept = [i for i, rid in enumerate(rids.tolist()) if rid not in lost]
+        append(self, rids[kept], token_ids[kept])
+        return [i for i, rid in enumerate(rids.tolist()) if rid not in self._sequences]
 
-    monkeypatch.setattr(GroupScheduler, "apply", apply_and_lose)
+    monkeypatch.setattr(ReferenceKVCache, "append", append_to_tables_only)
 
 
 def grant_a_step_late(monkeypatch):
@@ -274,7 +285,7 @@ CAUGHT = (PlanViolation, AssertionError, ValueError, KeyError, ProtocolError)
 
 def run_until_caught(**options):
     for seed in range(40):
-        crowd(seed, **options)
+        crowd(seed, mirrored=False, **options)
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
