@@ -32,6 +32,14 @@ PARAMS = [
         temperature=(0, 0.7, 1.0, 1.5)[i % 4],
         top_k=(0, 5, 40)[i % 3],
         top_p=(1.0, 0.9)[i % 2],
+        min_p=(0.0, 0.02, 0.0)[i % 3],
+        repetition_penalty=(1.0, 1.2)[i // 2 % 2],
+        presence_penalty=(0.0, 0.8, 0.0)[i % 3],
+        frequency_penalty=(0.3, 0.0)[i % 2],
+        logit_bias={7: 2.5, 90: -100.0} if i % 3 == 1 else {},
+        stop_token_ids=list(range(20, 60)),
+        min_tokens=10 + i % 4,
+        prompt_logprobs=2 if i % 2 else None,
         seed=100 + i,
         max_tokens=14,
         ignore_eos=True,
@@ -47,7 +55,11 @@ def _facts(outputs: list[RequestOutput]) -> list[Any]:
         (completion,) = output.outputs
         assert completion.logprobs is not None
         values = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-        found.append((completion.token_ids, values))
+        prompt_values = [
+            step and {token: entry.logprob for token, entry in step.items()} for step in output.prompt_logprobs or ()
+        ]
+        assert len(prompt_values) in (0, len(output.prompt_token_ids))
+        found.append((completion.token_ids, values, prompt_values))
     return found
 
 
@@ -69,3 +81,5 @@ def test_same_bits(model_type: str, dtype: str, overrides: dict[str, Any], ranks
         different = [i for i, (a, b) in enumerate(zip(found, base, strict=True)) if a != b]
         assert not different, f"EP {size}, {options}: prompts {different}"
     assert preemptions > 0
+    assert base is not None
+    assert [bool(values) for _, _, values in base] == [params.prompt_logprobs is not None for params in PARAMS]
