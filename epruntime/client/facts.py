@@ -77,16 +77,16 @@ def _sampling(message: pb.SamplingParams) -> dict[str, Any]:
 def tokenize_request(prompt: str | Mapping[str, Any] | Sequence[Mapping[str, str]]) -> pb.TokenizeRequest:
     """Raises InvalidRequestError: neither text nor messages."""
     message = pb.TokenizeRequest()
-    if isinstance(prompt, Mapping):
-        if prompt.keys() != {"messages"}:
-            raise InvalidRequestError(
-                "a prompt dict has one key here: 'messages'", field="prompt", value=sorted(map(str, prompt))
-            )
-        prompt = prompt["messages"]
     if isinstance(prompt, str):
         wire.set_text(message, prompt)
-    else:
+    elif not isinstance(prompt, Mapping):
         wire.set_chat(message, prompt)
+    elif prompt.keys() == {"messages"}:
+        wire.set_chat(message, prompt["messages"])
+    else:
+        raise InvalidRequestError(
+            "a prompt dict has one key here: 'messages'", field="prompt", value=sorted(map(str, prompt))
+        )
     return message
 
 

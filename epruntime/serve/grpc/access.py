@@ -18,7 +18,7 @@ from epruntime.serve.grpc.health import OPEN_METHODS
 logger = logging.getLogger("epruntime.serve.grpc.access")
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls that bring no valid token with UNAUTHENTICATED, before their message is read. Health is open."""
 
     def __init__(self, check: AccessCheck) -> None:

@@ -19,7 +19,7 @@ OPEN_METHODS = "/grpc.health.v1.Health/"
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class Health(health_pb2_grpc.HealthServicer):
     """Asks the gate anew for each answer. (grpcio's own servicer keeps a copy of the status, and an update of the copy
     waits for every watcher, also for one that does not read.)
 
