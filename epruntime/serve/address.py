@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from epruntime.errors import ConfigError
 
 _BACKLOG = 2048
+_TRIES = 4
 
 
 def join(host: str, port: int) -> str:
@@ -37,6 +38,9 @@ def listen(host: str, port: int, *, flag: str) -> list[socket.socket]:
         ConfigError: an address cannot be bound, with the reason.
     """
     try:
+        for _ in range(_TRIES if port == 0 else 0):  # a port that is free at one address may be taken at the next
+            with suppress(OSError):
+                return _listen(host.strip("[]"), port)
         return _listen(host.strip("[]"), port)
     except socket.gaierror as error:
         why = f"the host is not known ({error.strerror}): check --host"
