@@ -116,7 +116,8 @@ class BuildExtensions(build_ext):
         from torch.utils.cpp_extension import include_paths
 
         system = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-        flags = ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", *WARNINGS, *system, f"-I{CSRC}"]
+        baked = f'-DEPRUNTIME_CSRC_HASH="{csrc_hash()}"'
+        flags = [*BINDING_FLAGS, "-fvisibility=hidden", baked, *system, f"-I{CSRC}"]
         self._build(ext, dict.fromkeys(ext.sources, flags), [])
 
     def _build_kernels(self, ext: Extension) -> None:
@@ -170,7 +171,7 @@ class BuildExtensions(build_ext):
 def arguments() -> dict[str, Any]:
     reason = why_not()
     if reason:
-        say(f"built without the C++ kernels: {reason}. The Python paths will be used; they are slower.")
+        say(f"built without the C++ kernels: {reason}. The plain-torch paths will be used; they are slower.")
         return {}
     depends = [str(path.relative_to(ROOT)) for path in sorted(CSRC.rglob("*.h"))]
 

@@ -47,6 +47,7 @@ py::object admit(KvCache& self, Rid rid, std::int64_t num_skippable) {
 
 PYBIND11_MODULE(_kv, module) {
     module.doc() = "The KV cache's books in C++; see epruntime/engine/kv_cache.py.";
+    module.def("csrc_hash", [] { return std::string(EPRUNTIME_CSRC_HASH); });
     py::register_exception_translator([](std::exception_ptr pointer) {
         try {
             if (pointer) std::rethrow_exception(pointer);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -86,6 +87,7 @@ def test_the_loaded_kernels_were_built_from_these_sources(setup_module: ModuleTy
     if native is None:
         pytest.skip(extension.why_absent())
     assert native.csrc_hash() == setup_module.csrc_hash(), "csrc changed since the build: run make setup"
+    assert importlib.import_module("epruntime._kv").csrc_hash() == setup_module.csrc_hash(), "run make setup"
 
 
 def test_where_a_compiler_is_the_kernels_are_there(setup_module: ModuleType) -> None:
