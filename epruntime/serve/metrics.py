@@ -70,7 +70,7 @@ class Metrics(Collector):
         """
         encode, content_type = choose_encoder(accept)
         parts: list[bytes] = []
-        for family in list(self._registry.collect()):
+        for family in self._registry.collect():
             for start in range(0, max(len(family.samples), 1), _SLICE):
                 part = copy.copy(family)
                 part.samples = family.samples[start : start + _SLICE]
