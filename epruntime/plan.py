@@ -25,7 +25,9 @@ Rules both sides rely on (depth-2 pipeline: plan N+1 is sent before result N is 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,10 @@ class SamplingSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+_SPEC_FIELDS = tuple(f.name for f in fields(SamplingSpec))
+_spec_values = attrgetter(*_SPEC_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +124,12 @@ class StepPlan:
         new = [
             [
                 r.rid,
-                np.asarray(r.token_ids, np.int32).tobytes(),
+                array("i", r.token_ids).tobytes(),
                 r.num_prompt_tokens,
                 r.num_computed_tokens,
                 r.block_ids,
                 r.num_prompt_logprobs,
-                [getattr(r.sampling, f.name) for f in fields(SamplingSpec)],
+                _spec_values(r.sampling),
             ]
             for r in self.new
         ]
@@ -149,10 +155,9 @@ class StepPlan:
     @classmethod
     def _from_wire(cls, wire: Any) -> StepPlan:
         step, generation, version, drop, new, blocks, prefill, hold = wire
-        names = [f.name for f in fields(SamplingSpec)]
         requests = []
         for rid, token_bytes, num_prompt, num_computed, block_ids, num_prompt_logprobs, spec in new:
-            sampling = dict(zip(names, spec, strict=True))
+            sampling = dict(zip(_SPEC_FIELDS, spec, strict=True))
             sampling["stop_ids"] = tuple(sampling["stop_ids"])
             sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
             requests.append(

@@ -285,9 +285,9 @@ class GroupScheduler:
 
     def _grant(self, draft: InFlightPlan, requests: list[SchedulerRequest], blocks: list[int]) -> None:
         """One new block for each; their next ones are due a block's length later."""
-        draft.blocks.update((request.rid, (block,)) for request, block in zip(requests, blocks, strict=True))
         next_due, going_on = draft.step + self._kv.block_size, []
-        for request in requests:
+        for request, block in zip(requests, blocks, strict=True):
+            draft.blocks[request.rid] = (block,)
             if next_due <= request.end:
                 request.due = next_due
                 going_on.append(request)
