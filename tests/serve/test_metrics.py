@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from fake_llm import FakeLLM
 from metrics_text import Exposition, engine_stats, rank_stats
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from epruntime.config import ServeConfig
 from epruntime.engine.observer import AdmittedRequest, FinishedRequest, NewTokens
 from epruntime.engine.stats import LayerLoad
 from epruntime.engine.status import EngineState
@@ -27,6 +29,7 @@ from epruntime.outputs import RequestMetrics as Times
 from epruntime.serve.gate import Gate
 from epruntime.serve.metrics import Metrics
 from epruntime.serve.metrics_histogram import Histogram, one_two_five
+from epruntime.serve.server import FrontEnds
 from epruntime.serve.stats_log import StatsLog
 
 ROOT = Path(__file__).parents[2]
@@ -249,6 +252,30 @@ def test_two_servers_in_one_process_do_not_share() -> None:
             llm.observers[0].tokens(NewTokens(num_tokens=5))
             assert (await _scrape(one)).value("epruntime_generation_tokens_total") == 5
             assert (await _scrape(other)).value("epruntime_generation_tokens_total") == 0
+
+    on_loop(test)
+
+
+def test_the_server_answers_with_them() -> None:
+    """Over HTTP, with the token that all but health needs."""
+
+    async def test() -> None:
+        gate = Gate()
+        front_ends = FrontEnds(ServeConfig(port=0, grpc_port=0, api_key=("secret",), expert_metrics="expert"), gate)
+        url = re.search(r"HTTP on (\S+)", await front_ends.start())[1]
+        try:
+            llm = FakeLLM()
+            llm.stats = engine_stats()
+            gate.ready(llm)
+            async with httpx2.AsyncClient(base_url=url) as http:
+                assert (await http.get("/metrics")).status_code == 401
+                answer = await http.get("/metrics", headers={"Authorization": "Bearer secret"})
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            seen = Exposition(answer.text)
+            assert seen.value("epruntime_server_state", state="ready") == 1
+            assert len(seen.all("epruntime_expert_tokens_total")) == 6
+        finally:
+            await front_ends.stop()
 
     on_loop(test)
 
