@@ -15,6 +15,16 @@ class EPRuntimeError(Exception):
 
 
 _NOT_GIVEN: Any = object()
+_MAX_SHOWN = 200
+
+
+def _short(value: object) -> str:
+    """repr, or its beginning: errors travel in headers, which have little room."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class InvalidRequestError(EPRuntimeError, ValueError):
@@ -23,11 +33,11 @@ class InvalidRequestError(EPRuntimeError, ValueError):
     Args:
         message: what is wrong and what to do.
         field: the request field, for example `"temperature"`; empty if no single field is at fault.
-        value: the refused value, shown in the message; leave it out where it says nothing.
+        value: the refused value, shown in the message (shortened if long); leave it out where it says nothing.
     """
 
     def __init__(self, message: str, *, field: str = "", value: object = _NOT_GIVEN) -> None:
-        shown = field if value is _NOT_GIVEN else f"{field}={value!r}"
+        shown = field if value is _NOT_GIVEN else f"{field}={_short(value)}"
         self.field, self.value = field, None if value is _NOT_GIVEN else value
         super().__init__(f"{shown}: {message}" if field else message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIASES = 64, 1024, 1024
 _MASK64 = 2**64 - 1
+_MOST = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +169,8 @@ def _biases(value: Any) -> dict[int, float]:
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or not math.isfinite(value) or not low <= value <= high:
+    # NaN fails every comparison, and an integer may be larger than any float
+    if not ok or not low <= value <= high or not -_MOST <= value <= _MOST:
         raise InvalidRequestError(remedy, field=name, value=value)
 
 

@@ -58,6 +58,7 @@ class InputProcessor:
         """Raises InvalidRequestError for whatever cannot be served."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
+        self._check_length(prompt)
         text, ids = self.tokens(prompt)
         self._check(ids, params)
         room = self.limits.max_model_len - len(ids)
@@ -143,6 +144,23 @@ class InputProcessor:
             )
         return self.tokenizer
 
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuses a text that is too long whatever its tokens, before the time is spent on tokenising it."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if self.tokenizer is None or not isinstance(text, str):
+            return
+        num = self.tokenizer.tokens_at_least(text)
+        if num >= self.limits.max_model_len:
+            raise self._too_long(f"at least {num} tokens")
+
+    def _too_long(self, tokens: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the prompt has {tokens} and max_model_len is {self.limits.max_model_len}, which leaves no room for "
+            "output: shorten the prompt or raise max_model_len (and the KV budget)",
+            field="prompt",
+            value=tokens,
+        )
+
     def _check_vocabulary(self, field: str, tokens: Sequence[int]) -> None:
         size = self.limits.vocab_size
         if tokens and max(tokens) >= size:
@@ -161,12 +179,7 @@ class InputProcessor:
         ):
             self._check_vocabulary(name, tokens)
         if len(ids) >= limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limits.max_model_len}, which leaves no room "
-                "for output: shorten the prompt or raise max_model_len (and the KV budget)",
-                field="prompt",
-                value=f"{len(ids)} tokens",
-            )
+            raise self._too_long(f"{len(ids)} tokens")
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
 
 logger = logging.getLogger("epruntime.engine.tokenizer")
@@ -35,6 +36,7 @@ class Tokenizer:
         try:
             self.hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
             self._bos = self._own_bos()
+            self._bound = bound_of(self.hf)
         except Exception as error:  # the library trusts the files' contents, and raises what comes of it
             raise CheckpointError(f"cannot load the tokenizer in {path}: {type(error).__name__}: {error}") from error
         if chat_template is not None:
@@ -72,6 +74,15 @@ class Tokenizer:
         except Exception as error:  # the template is a program that came with the model, and raises what it likes
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         return text, self._encode(text, add_special_tokens=False)
+
+    def tokens_at_least(self, text: str) -> int:
+        """Ids that `text` has at least, told by its length alone; 0 where nothing is certain."""
+        if self._bound is None:
+            return 0
+        start, bos = 0, self.hf.bos_token
+        while self._bos is not None and text.startswith(bos, start):  # all of them become one
+            start += len(bos)
+        return self._bound.tokens_at_least(text[start:])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self.hf.decode(

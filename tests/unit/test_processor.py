@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import msgpack
 import pytest
 
 from epruntime.config import EngineConfig
 from epruntime.engine.processor import InputProcessor, Limits
 from epruntime.errors import ConfigError, InvalidRequestError, status_of
+from epruntime.plan import NewRequest, SamplingSpec, StepPlan
 from epruntime.sampling_params import SamplingParams
 
 LIMITS = Limits(max_model_len=32, vocab_size=100, eos_token_ids=(2, 5))
@@ -32,6 +34,10 @@ def _process(prompt: object, **params: object):  # type: ignore[no-untyped-def]
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "1"),
+        ("temperature", 10**400),
+        ("repetition_penalty", 10**5000),
+        ("logit_bias", {5: 10**400}),
+        ("temperature", "x" * 10**5),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", math.nan),
@@ -41,6 +47,52 @@ def _process(prompt: object, **params: object):  # type: ignore[no-untyped-def]
         ("seed", 2**63),
         ("seed", True),
         ("max_tokens", 0),
+        ("max_tokens", True),
+        ("max_tokens", 1.0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("min_tokens", math.inf),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("n", 2.0),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("min_p", False),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", "1.1"),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("presence_penalty", True),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", -math.inf),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {5: None}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("top_p", True),
+        ("top_k", True),
+        ("top_k", 2**31),
+        ("seed", 1.0),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "yes"),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
+        ("stop", 5),
+        ("stop", ["x"] * 65),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", 5),
         ("logprobs", 21),
         ("logprobs", -1),
         ("stop", ""),
@@ -53,6 +105,10 @@ def test_senseless_parameters_are_refused_by_name(field: str, value: object) -> 
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+    shown, _, remedy = str(caught.value).partition(": ")
+    assert shown.startswith(f"{field}=")
+    assert len(remedy) > 10, "says what to do"
+    assert len(str(caught.value)) < 300
     assert status_of(caught.value) == ("INVALID_ARGUMENT", 400)
 
 
@@ -76,6 +132,69 @@ def test_prompts_that_cannot_be_served_are_refused(prompt: object, field: str) -
     with pytest.raises(InvalidRequestError) as caught:
         _process(prompt)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "words"),
+    [
+        ({"stop_token_ids": [3, 100]}, "stop_token_ids", "stop_token_ids=100: .* ids go from 0 to 99"),
+        ({"logit_bias": {1: 1.0, 100: -1.0}}, "logit_bias", "logit_bias=100: .* ids go from 0 to 99"),
+        ({"min_tokens": 3, "max_tokens": 16}, "min_tokens", "min_tokens=3: .*30 tokens.*room for 2 output"),
+        ({"stop": "x"}, "stop", "need a tokenizer"),
+    ],
+)
+def test_parameters_that_this_model_or_prompt_rules_out(params: dict[str, object], field: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        _process({"prompt_token_ids": [1] * 30}, **params)
+    assert caught.value.field == field
+
+
+def test_every_parameter_reaches_the_rank() -> None:
+    spec = _process(
+        {"prompt_token_ids": [1]},
+        temperature=1,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=2,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={7: 1, 3: -2.5},
+        seed=9,
+        max_tokens=8,
+        min_tokens=4,
+        stop_token_ids=[11],
+        logprobs=2,
+        prompt_logprobs=0,
+    ).spec
+    assert spec == SamplingSpec(
+        temperature=1.0,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=2.0,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias=((3, -2.5), (7, 1.0)),
+        seed=9,
+        stop_ids=(2, 5, 11),
+        max_tokens=8,
+        min_tokens=4,
+        logprobs=2,
+        prompt_logprobs=0,
+    )
+    plan = StepPlan(step=0, new=(NewRequest(
+        rid=1, token_ids=(1,), num_prompt_tokens=1, num_computed_tokens=0, block_ids=(), sampling=spec),
+    ))  # fmt: skip
+    assert StepPlan.from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire()), strict_map_key=False)) == plan
+
+
+def test_end_of_sequence_ids_beyond_the_vocabulary_never_come() -> None:
+    limits = Limits(max_model_len=32, vocab_size=100, eos_token_ids=(-1, 2, 100))
+    request = InputProcessor(None, limits).process(
+        [1], SamplingParams(min_tokens=2), rid=1, request_id="r", arrival_time=0.0
+    )
+    assert request.spec.stop_ids == (2,)
 
 
 def test_defaults_are_applied_once_at_the_edge() -> None:
