@@ -239,7 +239,8 @@ def load_model(
 
     state = StepState(stamps=moe.context.stamps)
     modules = dict(model.named_modules())
-    layers, latent = [], {}
+    layers: list[PagedLayer] = []
+    latent = {}
     for call, kv in zip(drawn.structure.probe.attention, drawn.structure.kv_layers, strict=True):
         module: Any = modules[call.module_name]
         layer = make_layer(call, kv, state, module)

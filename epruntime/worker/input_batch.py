@@ -120,13 +120,13 @@ class InputBatch:
                 refused[new.rid] = f"token id {outside} is outside the model's vocabulary of {self._vocab_size}"
                 self._ended[new.rid] = plan.step
                 continue
-            request = RankRequest(new, max_model_len=self._max_model_len)
-            if request.num_missing_prompt_logprobs > 0 and new.num_computed_tokens > new.num_prompt_logprobs:
+            entered = RankRequest(new, max_model_len=self._max_model_len)
+            if entered.num_missing_prompt_logprobs > 0 and new.num_computed_tokens > new.num_prompt_logprobs:
                 raise ProtocolError(
                     f"plan of step {plan.step}: request {new.rid} wants log-probabilities of its prompt from position "
                     f"{new.num_prompt_logprobs + 1} on, but its first {new.num_computed_tokens} tokens are not computed"
                 )
-            self._requests[new.rid] = request
+            self._requests[new.rid] = entered
             self._check_blocks(plan, new.rid, new.block_ids)
         for rid, block_ids in plan.blocks.items():
             request = self._named(plan, "blocks", rid)

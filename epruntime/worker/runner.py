@@ -79,7 +79,9 @@ class ModelRunner:
         refused: dict[int, str],
     ) -> StepResult:
         """Feeds the tokens back, lets finished requests go, and packs the result."""
-        rids, tokens, finish = [], [], []
+        rids: list[int] = []
+        tokens: list[int] = []
+        finish: list[int] = []
         errors, logprobs = refused | prompts.errors, {}
         for i, request in enumerate(batch.sampling):
             if request.rid in prompts.errors:
