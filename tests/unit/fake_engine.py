@@ -48,6 +48,9 @@ class LetterTokenizer:
             raise InvalidRequestError("letters only", field="prompt", value=text)
         return [LETTERS.index(letter) for letter in text]
 
+    def tokens_at_least(self, text: str) -> int:
+        return len(text)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(LETTERS[i] for i in ids)
 

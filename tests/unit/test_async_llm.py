@@ -154,6 +154,21 @@ def test_each_sequence_has_its_own_stop_string() -> None:
     _run(body)
 
 
+def test_a_stop_string_ends_the_work_at_once_though_nobody_reads() -> None:
+    async def body() -> None:
+        async with fake_engine() as (engine, _, _):
+            free = _alone([7], 3, 100)
+            stream = engine.stream([7], _params(stop=[LETTERS[free[9]]], max_tokens=100))
+            await anext(stream)
+            core = engine._core
+            await _until(lambda: core.schedulers[0].num_running == 0 and core.stats.decode_tokens > 0)
+            assert core.stats.decode_tokens < 9 + 4  # and those of steps in flight
+            (delta,) = [delta async for delta in stream]
+            assert delta.outputs[0].text == "".join(LETTERS[t] for t in free[:9]).split(LETTERS[free[9]])[0]
+
+    _run(body)
+
+
 def test_max_queued_requests_counts_sequences() -> None:
     async def body() -> None:
         async with fake_engine(max_queued_requests=4) as (engine, (rank,), _):

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from epruntime.engine.detokenizer import Detokenizer, TokenTexts
 from epruntime.engine.tokenizer import Tokenizer
@@ -47,6 +50,20 @@ def test_a_character_that_never_ends_is_dropped(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("x世")
     detokenizer = Detokenizer(TokenTexts(tokenizer), [1], skip_special_tokens=True)
     assert "".join(detokenizer.push(token) for token in whole[:-1]) == "x"
+
+
+def test_bytes_that_are_tokens_of_their_own() -> None:
+    """As in sentencepiece models: each byte of an unfinished character shows as a replacement character of its own."""
+    letters = {letter: i for i, letter in enumerate("ab")}
+    raw = RawTokenizer(models.BPE(letters | {f"<0x{i:02X}>": 2 + i for i in range(256)}, [], byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    with tempfile.TemporaryDirectory() as directory:
+        PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(directory)
+        tokenizer = Tokenizer(directory)
+    ids = [2 + byte for byte in "👍".encode()]
+    assert tokenizer.decode(ids[:3], skip_special_tokens=True) == "���"
+    detokenizer = Detokenizer(TokenTexts(tokenizer), [0], skip_special_tokens=True)
+    assert [detokenizer.push(token) for token in [0, *ids, 1]] == ["a", "", "", "", "👍", "b"]
 
 
 def test_endless_invalid_bytes_do_not_grow_the_window(tokenizer: Tokenizer) -> None:
