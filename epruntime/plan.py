@@ -26,6 +26,7 @@ Rules both sides rely on (depth-2 pipeline: plan N+1 is sent before result N is 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -80,7 +81,7 @@ class NewRequest:
     """A request entering (or re-entering) a rank.
 
     Attributes:
-        token_ids: prompt, then tokens generated before a preemption.
+        token_ids: prompt, then tokens generated before a preemption (of any sequence type).
         num_prompt_tokens: length of the original prompt inside `token_ids`.
         num_computed_tokens: leading tokens whose KV is already in `block_ids` (prefix cache), < len(token_ids).
         block_ids: KV blocks granted so far, in position order.
@@ -89,7 +90,7 @@ class NewRequest:
     """
 
     rid: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: tuple[int, ...]

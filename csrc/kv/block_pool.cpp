@@ -6,6 +6,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace epruntime::kv {
 
@@ -38,17 +39,12 @@ BlockPool::BlockPool(int num_blocks, int block_size, bool prefix_caching)
                                     ": a KV cache needs at least one block");
     }
     const auto count = static_cast<std::size_t>(num_blocks);
-    refs_.assign(count, 0);
+    nodes_.resize(count + 1);
+    nodes_.back().next = nodes_.back().previous = num_blocks;
     free_.resize(count);
     for (int i = 0; i < num_blocks; ++i) free_[i] = num_blocks - 1 - i;  // block 0 goes first
-    lru_next_.assign(count + 1, num_blocks);
-    lru_previous_.assign(count + 1, num_blocks);
-    content_.assign(count, kNoContent);
     if (!prefix_caching) return;
     buckets_.assign(std::bit_ceil(2 * count), kNone);
-    chain_.assign(count, kNone);
-    hash_.resize(count);
-    parent_.resize(count);
     tokens_.resize(count * static_cast<std::size_t>(block_size));
 }
 
@@ -63,31 +59,32 @@ void BlockPool::allocate(int count, std::vector<Block>& blocks) {
             block = free_.back();
             free_.pop_back();
         } else {
-            block = lru_next_[num_blocks()];
+            block = nodes_.back().next;
             lru_remove(block);
             forget(block);
         }
-        refs_[block] = 1;
+        nodes_[block].refs = 1;
         blocks.push_back(block);
     }
 }
 
 void BlockPool::share(std::span<const Block> blocks) {
     for (const Block block : blocks) {
-        if (refs_[block] == 0) {
-            if (content_[block] == kNoContent) {
+        if (nodes_[block].refs == 0) {
+            if (nodes_[block].content == kNoContent) {
                 throw std::invalid_argument(named(block) + " is free and has no content to share");
             }
             lru_remove(block);
         }
-        ++refs_[block];
+        ++nodes_[block].refs;
     }
 }
 
 void BlockPool::release(Block block) {
-    if (refs_[block] < 1) throw std::invalid_argument(named(block) + " released more often than referenced");
-    if (--refs_[block] > 0) return;
-    if (content_[block] == kNoContent) {
+    Node& node = nodes_[block];
+    if (node.refs < 1) throw std::invalid_argument(named(block) + " released more often than referenced");
+    if (--node.refs > 0) return;
+    if (node.content == kNoContent) {
         free_.push_back(block);
     } else {
         lru_append(block);
@@ -117,23 +114,22 @@ int BlockPool::num_returning() const {
 }
 
 int BlockPool::num_returning(std::span<const Block> table) const {
-    return static_cast<int>(std::ranges::count_if(table, [this](Block block) { return refs_[block] == 1; }));
+    return static_cast<int>(std::ranges::count_if(table, [this](Block block) { return nodes_[block].refs == 1; }));
 }
 
 Content BlockPool::publish(Block block, Content parent, const Token* tokens) {
-    if (refs_[block] < 1) throw std::invalid_argument(named(block) + " is not referenced and cannot be published");
+    Node& node = nodes_[block];
+    if (node.refs < 1) throw std::invalid_argument(named(block) + " is not referenced and cannot be published");
     const std::uint64_t key = hash(parent, tokens);
-    if (const Block winner = find(key, parent, tokens); winner != kNone) return content_[winner];
-    if (content_[block] != kNoContent) {
+    if (const Block winner = find(key, parent, tokens); winner != kNone) return nodes_[winner].content;
+    if (node.content != kNoContent) {
         throw std::invalid_argument(named(block) + " is published already, with another content");
     }
-    hash_[block] = key;
-    parent_[block] = parent;
+    node.hash = key;
+    node.parent = parent;
     std::copy_n(tokens, block_size_, &tokens_[static_cast<std::size_t>(block) * block_size_]);
-    Block& head = buckets_[key & (buckets_.size() - 1)];
-    chain_[block] = head;
-    head = block;
-    return content_[block] = ++num_contents_;
+    node.chain = std::exchange(bucket(key), block);
+    return node.content = ++num_contents_;
 }
 
 void BlockPool::match(std::span<const Token> tokens, std::vector<Block>& blocks) const {
@@ -143,35 +139,35 @@ void BlockPool::match(std::span<const Token> tokens, std::vector<Block>& blocks)
         const Block block = find(hash(content, own), content, own);
         if (block == kNone) return;
         blocks.push_back(block);
-        content = content_[block];
+        content = nodes_[block].content;
     }
 }
 
 bool BlockPool::can_take(std::span<const Block> shared, int count) const {
-    const auto evictable = std::ranges::count_if(shared, [this](Block block) { return refs_[block] == 0; });
+    const auto evictable = std::ranges::count_if(shared, [this](Block block) { return nodes_[block].refs == 0; });
     return count + evictable <= num_free();
 }
 
 void BlockPool::forget(Block block) {
-    Block* link = &buckets_[hash_[block] & (buckets_.size() - 1)];
-    while (*link != block) link = &chain_[*link];
-    *link = chain_[block];
-    content_[block] = kNoContent;
+    Node& node = nodes_[block];
+    Block* link = &bucket(node.hash);
+    while (*link != block) link = &nodes_[*link].chain;
+    *link = node.chain;
+    node.content = kNoContent;
 }
 
 void BlockPool::lru_append(Block block) {
-    const Block end = num_blocks(), last = lru_previous_[end];
-    lru_next_[last] = block;
-    lru_previous_[block] = last;
-    lru_next_[block] = end;
-    lru_previous_[end] = block;
+    const Block end = num_blocks(), last = nodes_[end].previous;
+    nodes_[last].next = nodes_[end].previous = block;
+    nodes_[block].next = end;
+    nodes_[block].previous = last;
     ++num_cached_;
 }
 
 void BlockPool::lru_remove(Block block) {
-    const Block next = lru_next_[block], previous = lru_previous_[block];
-    lru_next_[previous] = next;
-    lru_previous_[next] = previous;
+    const Block next = nodes_[block].next, previous = nodes_[block].previous;
+    nodes_[previous].next = next;
+    nodes_[next].previous = previous;
     --num_cached_;
 }
 
@@ -191,9 +187,10 @@ std::uint64_t BlockPool::hash(Content parent, const Token* tokens) const {
 Block BlockPool::find(std::uint64_t hash, Content parent, const Token* tokens) const {
     Block block = buckets_[hash & (buckets_.size() - 1)];
     while (block != kNone) {
+        const Node& node = nodes_[block];
         const Token* own = &tokens_[static_cast<std::size_t>(block) * block_size_];
-        if (hash_[block] == hash && parent_[block] == parent && std::equal(own, own + block_size_, tokens)) break;
-        block = chain_[block];
+        if (node.hash == hash && node.parent == parent && std::equal(own, own + block_size_, tokens)) break;
+        block = node.chain;
     }
     return block;
 }

@@ -1,7 +1,7 @@
 // BlockPool: which KV blocks are free, referenced, cached or in quarantine. Twin of epruntime/engine/block_pool.py,
 // whose words explain it; both hand out the same blocks in the same order.
 //
-// Everything about a block lies in flat arrays by block id. A scheduler of many ranks comes back to each rank's
+// All about a block lies in one cache line, beside its tokens. A scheduler of many ranks comes back to each rank's
 // books once per step, when they have long left the cache, so what counts is how few lines a call touches.
 
 #pragma once
@@ -24,7 +24,7 @@ class BlockPool {
     // Throws std::invalid_argument, as all methods do where a call makes no sense.
     BlockPool(int num_blocks, int block_size, bool prefix_caching);
 
-    int num_blocks() const { return static_cast<int>(refs_.size()); }
+    int num_blocks() const { return static_cast<int>(nodes_.size()) - 1; }
     int num_free() const { return static_cast<int>(free_.size()) + num_cached_; }
 
     // Appends `count` blocks with one reference each to `blocks`; evicts least recently used cached ones if needed.
@@ -45,32 +45,38 @@ class BlockPool {
     Content publish(Block block, Content parent, const Token* tokens);
     // Appends the published blocks of the longest known prefix of `tokens` (whole blocks) to `blocks`.
     void match(std::span<const Token> tokens, std::vector<Block>& blocks) const;
-    Content content_of(Block block) const { return content_[block]; }
+    Content content_of(Block block) const { return nodes_[block].content; }
     // Whether share(shared) and then allocate(count) would succeed.
     bool can_take(std::span<const Block> shared, int count) const;
 
   private:
+    struct alignas(64) Node {
+        std::int32_t refs = 0;
+        Block chain = -1;  // next block of the same hash bucket
+        // Neighbours among the published and unreferenced blocks, a ring in order of eviction through nodes_.back().
+        Block next, previous;
+        Content content = kNoContent;  // kNoContent where the block is not published
+        Content parent = kNoContent;
+        std::uint64_t hash = 0;
+    };
+
     void release(Block block);
     void forget(Block block);
     void lru_append(Block block);
     void lru_remove(Block block);
     std::uint64_t hash(Content parent, const Token* tokens) const;
     Block find(std::uint64_t hash, Content parent, const Token* tokens) const;
+    Block& bucket(std::uint64_t hash) { return buckets_[hash & (buckets_.size() - 1)]; }
 
     int block_size_;
-    std::vector<std::int32_t> refs_;
+    std::vector<Node> nodes_;  // by block, and the ring's sentinel
     std::vector<Block> free_;  // a stack
+    int num_cached_ = 0;
     std::map<std::int64_t, std::vector<Block>> quarantine_;
 
-    // Published and unreferenced blocks, in a ring through the sentinel num_blocks; next to evict first.
-    std::vector<Block> lru_next_, lru_previous_;
-    int num_cached_ = 0;
-
-    // Published blocks by key: hash buckets, chained through `chain_`. Keys are compared in full.
-    std::vector<Block> buckets_, chain_;
-    std::vector<std::uint64_t> hash_;
-    std::vector<Content> parent_, content_;  // content_ is kNoContent where a block is not published
-    std::vector<Token> tokens_;              // [num_blocks, block_size]
+    // Of published blocks, whose keys are compared in full. Empty without a prefix cache.
+    std::vector<Block> buckets_;
+    std::vector<Token> tokens_;  // [num_blocks, block_size]
     Content num_contents_ = kNoContent;
     std::uint64_t seed_;
 };

@@ -29,6 +29,10 @@ py::tuple as_tuple(const std::vector<T>& values) {
     return result;
 }
 
+py::bytes as_bytes(const std::vector<Token>& tokens) {
+    return {reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token)};
+}
+
 using Rids = py::array_t<Rid, py::array::c_style | py::array::forcecast>;
 using Tokens = py::array_t<Token, py::array::c_style | py::array::forcecast>;
 
@@ -64,7 +68,7 @@ PYBIND11_MODULE(_kv, module) {
         .def_property_readonly("num_free_blocks", &KvCache::num_free_blocks)
         .def("add", &KvCache::add)
         .def("forget", &KvCache::forget)
-        .def("token_ids", [](const KvCache& self, Rid rid) { return as_tuple(self.tokens(rid)); })
+        .def("token_ids", [](const KvCache& self, Rid rid) { return as_bytes(self.tokens(rid)); })
         .def("append", &append)
         .def("can_admit", &KvCache::can_admit)
         .def("admit", &admit)

@@ -62,8 +62,8 @@ class KVCache(Protocol):
         """The request has ended and was released, or never admitted."""
         ...
 
-    def token_ids(self, rid: int) -> tuple[int, ...]:
-        """The known history: prompt, then every token appended."""
+    def token_ids(self, rid: int) -> bytes:
+        """The known history, int32: prompt, then every token appended."""
         ...
 
     def append(self, rids: np.ndarray, token_ids: np.ndarray) -> list[int]:

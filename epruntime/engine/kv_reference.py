@@ -58,8 +58,8 @@ class ReferenceKVCache:
             raise ValueError(f"request {rid} still has a block table")
         del self._sequences[rid]
 
-    def token_ids(self, rid: int) -> tuple[int, ...]:
-        return tuple(self._sequences[rid].token_ids)
+    def token_ids(self, rid: int) -> bytes:
+        return self._sequences[rid].token_ids.tobytes()
 
     def append(self, rids: np.ndarray, token_ids: np.ndarray) -> list[int]:
         unknown = []

@@ -24,6 +24,7 @@ arrived first is preempted by nobody, and one request alone always fits (checked
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +40,7 @@ from epruntime.engine.scheduler_counters import SchedulerCounters
 from epruntime.engine.token_updates import TokenUpdate as TokenUpdate
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import InvalidRequestError, ProtocolError
-from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult
+from epruntime.plan import FINISH_ERROR, FINISH_NONE, NewRequest, SamplingSpec, StepPlan, StepResult
 
 
 class GroupScheduler:
@@ -228,6 +229,7 @@ class GroupScheduler:
             rids=result.rids.tolist(),
             tokens=result.tokens.tolist(),
             finish=result.finish.tolist(),
+            finished=result.rids[result.finish != FINISH_NONE].tolist(),
             logprobs=result.logprobs,
             errors=result.errors,
             num_preemptions=dict(self._num_preemptions),
@@ -357,7 +359,7 @@ class GroupScheduler:
                 return
             del self._waiting[rid]
             num_cached, block_ids = admitted
-            token_ids = self._kv.token_ids(rid)
+            token_ids = array("i", self._kv.token_ids(rid))
             request.num_tokens, request.num_scheduled = len(token_ids), num_cached
             if self._kv.prefix_caching:
                 self.counters.prefix_query_tokens += len(token_ids)

@@ -35,6 +35,7 @@ class TokenUpdates:
 
     Attributes:
         rids, tokens, finish: one entry per token.
+        finished: rids of the requests that have ended.
         logprobs: index into the lists -> TokenLogprobs.
         errors: rid -> what went wrong, for each FINISH_ERROR.
         num_preemptions: rid -> how often, for requests that were preempted at all.
@@ -44,17 +45,11 @@ class TokenUpdates:
     rids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     num_preemptions: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-
-    @property
-    def finished(self) -> list[int]:
-        """The rids of the requests that have ended."""
-        if not any(self.finish):
-            return []
-        return [rid for rid, finish in zip(self.rids, self.finish, strict=True) if finish]
 
     def __len__(self) -> int:
         return len(self.rids)
@@ -78,6 +73,7 @@ class TokenUpdates:
             rids=[self.rids[i] for i in kept],
             tokens=[self.tokens[i] for i in kept],
             finish=[self.finish[i] for i in kept],
+            finished=[self.rids[i] for i in kept if self.finish[i]],
             logprobs={new: self.logprobs[old] for new, old in enumerate(kept) if old in self.logprobs},
             errors=self.errors,
             num_preemptions=self.num_preemptions,

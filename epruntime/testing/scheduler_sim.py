@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from epruntime.config import SchedulerConfig
 from epruntime.engine.kv_reference import ReferenceKVCache
@@ -21,7 +22,7 @@ from epruntime.testing.mirrored_kv import MirroredKVCache
 VOCAB_SIZE = 11
 
 
-def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), **others: int) -> SamplingSpec:
+def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (), **others: Any) -> SamplingSpec:
     return SamplingSpec(
         temperature=1.0, top_k=0, top_p=1.0, seed=seed, stop_ids=stop_ids, max_tokens=max_tokens, **others
     )
@@ -143,8 +144,9 @@ class SchedulerSim:
         """Makes the next plan of every group and lets the ranks execute it. Through the wire format, as in life."""
         plans = [s.plan(self.step) for s in self.schedulers]
         for rank, plan in zip(self.ranks, plans, strict=True):
-            assert StepPlan.from_wire(plan.to_wire()) == plan
-            rank.step(plan)
+            read = StepPlan.from_wire(plan.to_wire())
+            assert read.to_wire() == plan.to_wire()
+            rank.step(read)
         self.plans.append(plans)
         self.step += 1
         self.num_in_flight += 1

@@ -139,7 +139,7 @@ def test_preemption_at_depth_2_step_by_step():
     sim.collect()
     (plan,) = sim.send()
     (new,) = plan.new
-    assert new.token_ids == (4, 5, 6, *sim.outputs[b])
+    assert list(new.token_ids) == [4, 5, 6, *sim.outputs[b]]
     assert (new.rid, new.num_prompt_tokens, new.num_computed_tokens) == (b, 3, 2)  # its first block was still cached
     assert scheduler.counters.preemptions == scheduler.counters.holds == 1
     sim.finish()

@@ -187,7 +187,7 @@ def publish_before_it_is_computed(monkeypatch):
     def admit_and_publish(self, rid, num_skippable):
         admitted = admit(self, rid, num_skippable)
         if admitted is not None:
-            self.confirm(rid, len(self.token_ids(rid)))
+            self.confirm(rid, len(self._sequences[rid].token_ids))
         return admitted
 
     monkeypatch.setattr(ReferenceKVCache, "admit", admit_and_publish)
@@ -196,7 +196,9 @@ def publish_before_it_is_computed(monkeypatch):
 def publish_one_position_early(monkeypatch):
     confirm = ReferenceKVCache.confirm
     monkeypatch.setattr(
-        ReferenceKVCache, "confirm", lambda self, rid, n: confirm(self, rid, n + (n < len(self.token_ids(rid))))
+        ReferenceKVCache,
+        "confirm",
+        lambda self, rid, n: confirm(self, rid, n + (n < len(self._sequences[rid].token_ids))),
     )
 
 
