@@ -142,7 +142,9 @@ class SchedulerConfig:
     max_num_seqs: int = option(64, "most sequences running at once on one rank")
     max_num_batched_tokens: int = option(512, "most tokens that one rank computes in one step")
     pipeline_depth: int = option(2, "plans in flight: 2 sends the next plan before the last result is back")
-    max_queued_requests: int = option(4096, "requests accepted and not yet finished, beyond which new ones are refused")
+    max_queued_requests: int = option(
+        4096, "sequences (n per request) accepted and not yet finished, beyond which new requests are refused"
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
