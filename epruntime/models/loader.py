@@ -17,7 +17,7 @@ import torch
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter, refusal
-from epruntime.models.attention import LatentLayer, StepState, kv_layer_of, make_layer
+from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
 from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config
 from epruntime.models.conversions import Conversions
 from epruntime.models.generation_config import read_generation_config
@@ -240,7 +240,7 @@ def load_model(
     state = StepState(stamps=moe.context.stamps)
     modules = dict(model.named_modules())
     layers: list[PagedLayer] = []
-    latent = {}
+    latent: dict[int, LatentLayer] = {}
     for call, kv in zip(drawn.structure.probe.attention, drawn.structure.kv_layers, strict=True):
         module: Any = modules[call.module_name]
         layer = make_layer(call, kv, state, module)
