@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from epruntime.engine.request import SchedulerRequest
+from epruntime.engine.request import RequestState, SchedulerRequest
 from epruntime.errors import ProtocolError
 from epruntime.plan import NewRequest, StepPlan, StepResult
 
@@ -53,3 +54,29 @@ class InFlightPlan:
             raise ProtocolError(
                 f"result of step {self.step} holds {len(result.rids)} tokens; its plan can yield {limit} at most"
             )
+
+    def live_pieces(self, sampled: list[int], errors: dict[int, str]) -> Iterator[tuple[SchedulerRequest, int, bool]]:
+        """The pieces whose requests are neither gone nor among `errors`.
+
+        Raises:
+            ProtocolError: one of them came with a token and should not have, or the other way round.
+        """
+        rids = set(sampled)
+        for request, num_computed, samples in self.pieces:
+            if request.state is RequestState.GONE or request.rid in errors:
+                continue
+            if samples != (request.rid in rids):
+                raise ProtocolError(
+                    f"result of step {self.step}: request {request.rid} was to be computed up to token "
+                    f"{num_computed} of {request.num_tokens} and {'no' if samples else 'a'} token came back"
+                )
+            yield request, num_computed, samples
+
+    def check_ended(self) -> None:
+        """Raises ProtocolError if a request lives on, although the result that was applied has its last token."""
+        for request in self.ending:
+            if request.state is RequestState.ENDING:
+                raise ProtocolError(
+                    f"result of step {self.step}: request {request.rid} has reached max_tokens="
+                    f"{request.spec.max_tokens} and the rank has not ended it"
+                )

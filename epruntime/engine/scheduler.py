@@ -27,7 +27,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -36,11 +35,11 @@ from epruntime.config import SchedulerConfig
 from epruntime.engine.in_flight import InFlightPlan
 from epruntime.engine.kv_cache import make_kv_cache
 from epruntime.engine.request import NEVER, RequestState, SchedulerRequest, StepBuckets
+from epruntime.engine.request_limits import RequestLimits
 from epruntime.engine.scheduler_counters import SchedulerCounters
-from epruntime.engine.token_updates import TokenUpdate as TokenUpdate
 from epruntime.engine.token_updates import TokenUpdates
-from epruntime.errors import InvalidRequestError, ProtocolError
-from epruntime.plan import FINISH_ERROR, FINISH_NONE, NewRequest, SamplingSpec, StepPlan, StepResult
+from epruntime.errors import ProtocolError
+from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult
 
 
 class GroupScheduler:
@@ -67,11 +66,13 @@ class GroupScheduler:
         # every decode needs a token per step, so more sequences than tokens could never run at once
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._max_model_len = max_model_len
         self.generation = generation
         self.placement_version = 0
         self.counters = SchedulerCounters()
         self._kv = make_kv_cache(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
+        # the last token is sampled and never computed: hence + 1
+        longest = min(max_model_len, num_kv_blocks * block_size + 1)
+        self._limits = RequestLimits(max_model_len=max_model_len, max_request_tokens=longest)
         self._num_added = 0
         self._requests: dict[int, SchedulerRequest] = {}
         self._num_preemptions: dict[int, int] = {}  # of live requests that were preempted
@@ -90,8 +91,8 @@ class GroupScheduler:
 
     @property
     def max_request_tokens(self) -> int:
-        """Longest prompt plus output that `add` accepts. The last token is sampled and never computed: hence + 1."""
-        return min(self._max_model_len, self._kv.num_blocks * self._kv.block_size + 1)
+        """Longest prompt plus output that `add` accepts."""
+        return self._limits.max_request_tokens
 
     @property
     def num_running(self) -> int:
@@ -141,31 +142,12 @@ class GroupScheduler:
         if rid in self._requests:
             raise ValueError(f"rid={rid} is in use")
         num_prompt = len(prompt_token_ids)
-        if not 0 < num_prompt < self._max_model_len:
-            raise InvalidRequestError(
-                f"must have 1 to {self._max_model_len - 1} tokens (max_model_len="
-                f"{self._max_model_len}, at least one for output)",
-                field="prompt",
-                value=f"{num_prompt} tokens",
-            )
-        max_tokens = min(spec.max_tokens, self._max_model_len - num_prompt)
-        if max_tokens < 1:
-            raise InvalidRequestError("must be at least 1", field="max_tokens", value=spec.max_tokens)
-        if num_prompt + max_tokens > self.max_request_tokens:
-            raise InvalidRequestError(
-                f"with a prompt of {num_prompt} tokens the request needs {num_prompt + max_tokens} tokens and the KV "
-                f"cache holds {self.max_request_tokens}: shorten either, or enlarge the KV cache",
-                field="max_tokens",
-                value=spec.max_tokens,
-            )
-        if max_tokens != spec.max_tokens:
-            spec = replace(spec, max_tokens=max_tokens)
         request = SchedulerRequest(
             rid=rid,
             arrival=self._num_added,
             num_tokens=num_prompt,
             num_prompt_tokens=num_prompt,
-            spec=spec,
+            spec=self._limits.capped(num_prompt, spec),
         )
         self._kv.add(rid, prompt_token_ids)
         self._num_added += 1
@@ -225,15 +207,7 @@ class GroupScheduler:
         flight.check(result)
         self._in_flight.popleft()
         self._applied_step = result.step
-        updates = TokenUpdates(
-            rids=result.rids.tolist(),
-            tokens=result.tokens.tolist(),
-            finish=result.finish.tolist(),
-            finished=result.rids[result.finish != FINISH_NONE].tolist(),
-            logprobs=result.logprobs,
-            errors=result.errors,
-            num_preemptions=dict(self._num_preemptions),
-        )
+        updates = TokenUpdates.of(result, self._num_preemptions)
         if flight.pieces:
             self._confirm_prefill(flight, result, updates)
         dropped = self._append_tokens(result)
@@ -241,12 +215,7 @@ class GroupScheduler:
             updates = updates.without(dropped)
         for rid in updates.finished:
             self._remove(self._requests[rid])
-        for request in flight.ending:
-            if request.state is RequestState.ENDING:
-                raise ProtocolError(
-                    f"result of step {result.step}: request {request.rid} has reached max_tokens="
-                    f"{request.spec.max_tokens} and the rank has not ended it"
-                )
+        flight.check_ended()
         self._kv.end_step(result.step)
         return updates
 
@@ -392,15 +361,7 @@ class GroupScheduler:
 
     def _confirm_prefill(self, flight: InFlightPlan, result: StepResult, updates: TokenUpdates) -> None:
         """Publishes what prefill pieces have computed, and completes `updates` where their first token is there."""
-        sampled = set(updates.rids)
-        for request, num_computed, samples in flight.pieces:
-            if request.state is RequestState.GONE or request.rid in result.errors:
-                continue
-            if samples != (request.rid in sampled):
-                raise ProtocolError(
-                    f"result of step {flight.step}: request {request.rid} was to be computed up to token "
-                    f"{num_computed} of {request.num_tokens} and {'no' if samples else 'a'} token came back"
-                )
+        for request, num_computed, samples in flight.live_pieces(updates.rids, result.errors):
             self._kv.confirm(request.rid, num_computed)
             if request.wants_prompt_logprobs:
                 request.take_prompt_logprobs(result.prompt_logprobs.get(request.rid, ()), num_computed)

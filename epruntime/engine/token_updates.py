@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from epruntime.plan import TokenLogprobs
+from epruntime.plan import FINISH_NONE, StepResult, TokenLogprobs
 
 
 class TokenUpdate(NamedTuple):
@@ -50,6 +50,19 @@ class TokenUpdates:
     errors: dict[int, str] = field(default_factory=dict)
     num_preemptions: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: StepResult, num_preemptions: dict[int, int]) -> TokenUpdates:
+        """All tokens of a rank's result."""
+        return cls(
+            rids=result.rids.tolist(),
+            tokens=result.tokens.tolist(),
+            finish=result.finish.tolist(),
+            finished=result.rids[result.finish != FINISH_NONE].tolist(),
+            logprobs=result.logprobs,
+            errors=result.errors,
+            num_preemptions=dict(num_preemptions),
+        )
 
     def __len__(self) -> int:
         return len(self.rids)
