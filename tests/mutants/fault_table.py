@@ -1,0 +1,402 @@
+"""The faults of `make mutants`, by the part of the code that they are put into."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+_CONTROL = "tests/unit/test_control_channel.py::"
+_ASYNC = "tests/unit/test_async_llm.py::"
+
+EXPERTS = (
+    Fault(
+        id="shared-expert-twice",
+        words="shared experts are added twice",
+        file="epruntime/models/adapter.py",
+        old="    model.set_experts_implementation(name)\n",
+        new="""    model.set_experts_implementation(name)
+    for child, module in model.named_modules():
+        if child.endswith(("shared_expert", "shared_experts")):
+            module.register_forward_hook(lambda module, args, out: 2 * out)
+""",
+        test="tests/e2e/test_conformance.py::test_equals_transformers_fp32[deepseek_v3]",
+    ),
+    Fault(
+        id="renormalisation-lost",
+        words="the router's top-k weights are not renormalised",
+        file="epruntime/models/adapter.py",
+        old="    config.use_cache = False\n",
+        new="    config.use_cache = False\n    config.norm_topk_prob = False\n",
+        test="tests/e2e/test_conformance.py::test_equals_transformers_fp32[qwen3_moe-norm_topk_prob]",
+    ),
+    Fault(
+        id="bias-once-per-rank",
+        words="an expert's output bias is added once per token and rank, not once per expert",
+        file="epruntime/moe/experts/base.py",
+        old="            y_PH += weights.down_bias_SH[slot_P]\n",
+        new="""            first_M = ((rows.slots_NK >= 0).cumsum(1) == 1)[rows.slots_NK >= 0]
+            first_P = groups.place_M[first_M]
+            y_PH[first_P] += weights.down_bias_SH[slot_P[first_P]]
+""",
+        test="tests/distributed/test_moe_matrix.py::test_layer_equals_fp64[biased-reference-local-1]",
+    ),
+    Fault(
+        id="weights-applied-at-experts-and-source",
+        words="router weights count twice",
+        file="epruntime/moe/dispatch.py",
+        old="combine_rows(results_MH, index_TK, topk_weights_TK.float())",
+        new="combine_rows(results_MH, index_TK, topk_weights_TK.float().square())",
+        test="tests/distributed/test_moe_matrix.py::test_layer_equals_fp64[uneven-reference-local-1]",
+    ),
+    Fault(
+        id="combine-order",
+        words="expert outputs are added in another order than k order",
+        file="epruntime/ops/combine.py",
+        old="extension.combine_rows(rows_MH, index_TK, weights_TK)",
+        new="extension.combine_rows(rows_MH, index_TK.flip(1).contiguous(), weights_TK.flip(1).contiguous())",
+        test="tests/kernels/test_combine_rows.py::test_adds_in_k_order[portable]",
+    ),
+    Fault(
+        id="not-routed-computed",
+        words="expert id -1 (not routed) is computed as an expert",
+        file="epruntime/moe/rows.py",
+        old="""[*rank, [placement.world_size] * self.period], dtype=torch.int64, device=device)
+        self.slot_EC = torch.tensor([*slot, [-1] * self.period]""",
+        new="""[*rank, [0] * self.period], dtype=torch.int64, device=device)
+        self.slot_EC = torch.tensor([*slot, [0] * self.period]""",
+        test="tests/unit/test_placement.py::test_row_plan_on_paper",
+    ),
+    Fault(
+        id="placement-permuted",
+        words="rows go to the right rank and to another expert's slot there",
+        file="epruntime/moe/rows.py",
+        old="slot = [[placement.physical_to_slot[p] for p in row] for row in columns]",
+        new="slot = [[placement.physical_to_slot[p] for p in row] for row in reversed(columns)]",
+        test="tests/distributed/test_moe_matrix.py::test_layer_equals_fp64[uneven-reference-local-1]",
+    ),
+    Fault(
+        id="wrong-expert-slice",
+        words="a rank reads the first experts of a fused tensor instead of its own",
+        file="epruntime/models/weights.py",
+        old="reader.read(self.entry, first, last, out[slot : slot + last - first])",
+        new="reader.read(self.entry, slot, slot + last - first, out[slot : slot + last - first])",
+        test="tests/unit/test_models_loading.py::test_already_fused_checkpoint",
+    ),
+    Fault(
+        id="row-padding-removed",
+        words="strict mode does not pad rows: bits depend on batch-mates",
+        file="epruntime/ops/padding.py",
+        old="return -(-n // ROW_MULTIPLE) * ROW_MULTIPLE if strict else n",
+        new="return n",
+        test="tests/kernels/test_padding.py::test_strict_rounds_up_to_32",
+    ),
+)
+
+SAMPLING = (
+    Fault(
+        id="penalty-over-prompt",
+        words="presence and frequency penalties count the prompt, too",
+        file="epruntime/worker/logit_adjuster.py",
+        old="        output = tokens[num_prompt_tokens:]\n",
+        new="        output = tokens\n",
+        test="tests/unit/test_logit_adjuster.py::test_the_order_on_paper",
+    ),
+    Fault(
+        id="repetition-penalty-inverted",
+        words="negative logits are divided by the repetition penalty, positive ones multiplied",
+        file="epruntime/worker/logit_adjuster.py",
+        old="np.where(seen_D < 0, ",
+        new="np.where(seen_D >= 0, ",
+        test="tests/unit/test_logit_adjuster.py::test_the_repetition_penalty_is_transformers",
+    ),
+    Fault(
+        id="min-tokens-ignored",
+        words="end-of-sequence may be chosen before min_tokens",
+        file="epruntime/worker/logit_adjuster.py",
+        old="if self._num_output < self._min_tokens:",
+        new="if self._num_output < 0:",
+        test="tests/unit/test_logit_adjuster.py::test_min_tokens_is_transformers_min_new_tokens",
+    ),
+    Fault(
+        id="top-p-before-temperature",
+        words="the nucleus is cut before the temperature is applied",
+        file="epruntime/worker/sampler.py",
+        old="kept_C = _nucleus(scaled_V, kept_C, spec.top_p)",
+        new="kept_C = _nucleus(row_V, kept_C, spec.top_p)",
+        test="tests/unit/test_sampler.py::test_the_kept_set_equals_transformers",
+    ),
+    Fault(
+        id="min-p-of-the-unscaled",
+        words="min_p keeps by rank among all tokens, not among those that top_k and top_p left",
+        file="epruntime/worker/sampler.py",
+        old="masked_V = _masked(scaled_V, kept_C)\n        probs_V",
+        new="masked_V = _masked(scaled_V, None)\n        probs_V",
+        test="tests/unit/test_logit_adjuster.py::test_the_kept_set_equals_transformers_with_min_p",
+    ),
+    Fault(
+        id="draw-without-position",
+        words="every position of a request draws the same random number",
+        file="epruntime/worker/sampler.py",
+        old="uniform(spec.seed, row.position)",
+        new="uniform(spec.seed, 0)",
+        test="tests/unit/test_sampler.py::test_draws_follow_the_exact_distribution",
+    ),
+    Fault(
+        id="logprob-of-modified-logits",
+        words="log-probabilities are told of the logits after penalties and bias",
+        file="epruntime/worker/sampler.py",
+        old="logprobs[i] = token_logprobs(row_V, token, spec.logprobs)",
+        new="logprobs[i] = token_logprobs(adjusted_V, token, spec.logprobs)",
+        test="tests/unit/test_logit_adjuster.py::test_greedy_obeys_and_logprobs_are_those_of_the_unmodified_logits",
+    ),
+    Fault(
+        id="nan-logits-sampled",
+        words="a row of NaN yields a token",
+        file="epruntime/worker/sampler.py",
+        old="    if np.isfinite(largest):\n",
+        new="    if np.isfinite(largest) or position:\n",
+        test="tests/unit/test_sampler.py::test_a_bad_row_is_an_error_of_that_row_only",
+    ),
+    Fault(
+        id="prompt-logprobs-off-by-one",
+        words="a prompt row tells the probability of its own token instead of the next one",
+        file="epruntime/worker/input_batch.py",
+        old="ids = request.tokens[first + 1 : first + 1 + num]",
+        new="ids = request.tokens[first : first + num]",
+        test="tests/unit/test_runner_prompt_logprobs.py::test_in_any_chunks",
+    ),
+    Fault(
+        id="seed-reused",
+        words="all n sequences of a request use its seed",
+        file="epruntime/engine/request_state.py",
+        old="seed=derive_seed(request.spec.seed, s.index)",
+        new="seed=request.spec.seed",
+        test=_ASYNC + "test_n_sequences_equal_n_requests_with_derived_seeds",
+    ),
+    Fault(
+        id="seeds-collide",
+        words="derived seeds of neighbouring requests are the same",
+        file="epruntime/sampling_params.py",
+        old="    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64\n",
+        new="    z = (seed + index) & _MASK64\n",
+        test="tests/unit/test_derive_seed.py::test_known_answers",
+    ),
+    Fault(
+        id="model-eos-ignored",
+        words="end-of-sequence ids of generation_config.json are not used",
+        file="epruntime/models/loader.py",
+        old="{*adapter.as_ids(config.eos_token_id), *generation.eos_token_ids}",
+        new="{*adapter.as_ids(config.eos_token_id)}",
+        test="tests/unit/test_models_loading.py::test_info",
+    ),
+    Fault(
+        id="stop-string-leaked",
+        words="text that begins a stop string is shown before it is known whether it is one",
+        file="epruntime/engine/detokenizer.py",
+        old="        cut = self._first_possible(pending)\n",
+        new="        cut = len(pending)\n",
+        test="tests/unit/test_stop_strings.py::test_by_hand",
+    ),
+    Fault(
+        id="half-characters-shown",
+        words="bytes of an unfinished character are shown as replacement characters",
+        file="epruntime/engine/detokenizer.py",
+        old="        if fresh and fresh[-1] == _REPLACEMENT:\n",
+        new="        if not fresh:\n",
+        test="tests/unit/test_detokenizer.py::test_pieces_join_to_the_text_and_hold_no_half_character",
+    ),
+)
+
+SCHEDULING = (
+    Fault(
+        id="block-freed-early",
+        words="a request's KV blocks are free while a plan in flight may still write them",
+        file="epruntime/engine/scheduler.py",
+        old="        last_touched = self._planned_step\n",
+        new="        last_touched = self._applied_step\n",
+        test="tests/unit/test_scheduler.py::test_a_stop_is_found_out_late_and_the_blocks_wait_for_the_plan_that_counted_on_it",
+    ),
+    Fault(
+        id="quarantine-skipped",
+        words="blocks given up are released at once",
+        file="epruntime/engine/kv_reference.py",
+        old="        if until_step <= self._ended_step:\n",
+        new="        if until_step >= 0:\n",
+        test="tests/unit/test_kv_cache.py::test_released_blocks_of_an_ended_step_are_free_at_once_and_later_ones_wait",
+    ),
+    Fault(
+        id="prefix-without-parent",
+        words="a KV block is found by its own tokens, whatever came before them",
+        file="epruntime/engine/block_pool.py",
+        old='    return parent.to_bytes(8, "little") + token_ids\n',
+        new="    return token_ids\n",
+        test="tests/unit/test_block_pool.py::test_match_stops_at_the_first_gap",
+    ),
+    Fault(
+        id="prefix-hit-skips-prompt-logprobs",
+        words="a cached prefix is taken although its log-probabilities were asked for",
+        file="epruntime/engine/kv_reference.py",
+        old="min(num_tokens - 1, num_skippable)",
+        new="(num_tokens - 1)",
+        test="tests/unit/test_kv_cache.py::test_a_prefix_is_taken_up_to_what_may_be_skipped",
+    ),
+    Fault(
+        id="readmitted-too-early",
+        words="a preempted request comes back while a plan in flight may still compute it",
+        file="epruntime/engine/scheduler.py",
+        old=" and request.ready_after <= self._applied_step",
+        new="",
+        test="tests/unit/test_scheduler.py::test_preemption_at_depth_2_step_by_step",
+    ),
+    Fault(
+        id="tombstone-dropped",
+        words="a rank forgets at once that a request has ended, and refuses plans that still name it",
+        file="epruntime/worker/input_batch.py",
+        old="        self._ended[request.rid] = step\n",
+        new="        self._ended.pop(request.rid, step)\n",
+        test="tests/unit/test_runner.py::test_a_request_that_ended_leaves_nothing_to_do_for_plans_in_flight",
+    ),
+    Fault(
+        id="abort-frees-nothing",
+        words="an aborted or abandoned request goes on computing",
+        file="epruntime/engine/async_llm.py",
+        old="        for sequence in state.sequences:\n            self._core.drop(sequence.rid)\n",
+        new="        for sequence in state.sequences[1:0]:\n            self._core.drop(sequence.rid)\n",
+        test=_ASYNC + "test_all_sequences_end_with_the_request",
+    ),
+    Fault(
+        id="queue-limit-off",
+        words="max_queued_requests is not enforced",
+        file="epruntime/engine/live_requests.py",
+        old="        if len(self.sequences) + params.n > limit:\n",
+        new="        if len(self.sequences) < 0:\n",
+        test=_ASYNC + "test_max_queued_requests_counts_sequences",
+    ),
+    Fault(
+        id="dead-engine-silent",
+        words="requests of a dead engine wait for ever",
+        file="epruntime/engine/async_llm.py",
+        old="        for state in self._live:\n            state.fail(error)\n",
+        new="        for state in list(self._live)[:0]:\n            state.fail(error)\n",
+        test=_ASYNC + "test_a_dead_engine_ends_requests_in_every_state_and_says_so",
+    ),
+    Fault(
+        id="victim-blamed",
+        words="of a stuck group the rank that waits is blamed, not the one that is waited for",
+        file="epruntime/engine/blame.py",
+        old="    behind = min(_position(stamp) for _, stamp in known)\n",
+        new="    behind = max(_position(stamp) for _, stamp in known)\n",
+        test="tests/unit/test_blame.py::test_the_one_that_computes_is_to_blame_and_not_those_that_wait_for_it",
+    ),
+)
+
+CONTROL = (
+    Fault(
+        id="old-generation-accepted",
+        words="the coordinator takes messages of a generation that has ended",
+        file="epruntime/comm/control_server.py",
+        old="            if generation < self.generation:\n",
+        new="            if generation < -1:\n",
+        test=_CONTROL + "test_old_generations_are_refused_both_ways",
+    ),
+    Fault(
+        id="old-plan-accepted",
+        words="a rank carries out a plan of a generation that has ended",
+        file="epruntime/comm/control_client.py",
+        old="elif isinstance(generation, int) and generation != self.generation:",
+        new="elif isinstance(generation, int) and generation > self.generation:",
+        test=_CONTROL + "test_old_generations_are_refused_both_ways",
+    ),
+    Fault(
+        id="old-incarnation-accepted",
+        words="a process that was replaced may join again",
+        file="epruntime/comm/control_server.py",
+        old="        if info.incarnation != expected:\n",
+        new="        if info.incarnation > expected:\n",
+        test=_CONTROL + "test_refused_with_a_reason_and_without_harm[old incarnation]",
+    ),
+    Fault(
+        id="wrong-secret-accepted",
+        words="any 32 bytes prove the pool's secret",
+        file="epruntime/comm/auth.py",
+        old="return isinstance(given, bytes) and hmac.compare_digest(expected, given)",
+        new="return isinstance(given, bytes) and len(expected) == len(given)",
+        test=_CONTROL + "test_refused_with_a_reason_and_without_harm[wrong secret]",
+    ),
+    Fault(
+        id="proof-without-claims",
+        words="a rank's proof does not cover what it says of itself",
+        file="epruntime/comm/auth.py",
+        old='b"%d" % slot, b"%d" % incarnation, claims)',
+        new='b"%d" % slot, b"%d" % incarnation)',
+        test=_CONTROL + "test_the_proof_covers_the_claims",
+    ),
+    Fault(
+        id="oversized-frame-accepted",
+        words="a stranger may send a frame as large as a rank's",
+        file="epruntime/comm/frames.py",
+        old="            if size > self.limit:\n",
+        new="            if size > MAX_FRAME_BYTES:\n",
+        test=_CONTROL + "test_strangers_are_cut_off_and_others_do_not_notice[oversized]",
+    ),
+    Fault(
+        id="claims-unchecked",
+        words="a rank may claim a kernel signature that is no table of texts",
+        file="epruntime/comm/control_server.py",
+        old="            _check_types(info)\n",
+        new="",
+        test="tests/unit/test_fuzz_control.py::test_identities",
+    ),
+    Fault(
+        id="overlapping-tensors-accepted",
+        words="two tensors of a checkpoint may share bytes",
+        file="epruntime/models/safetensors.py",
+        old="        if entry.offset < position:\n",
+        new="        if entry.offset < 0:\n",
+        test="tests/unit/test_models_safetensors.py::test_damaged_header",
+    ),
+)
+
+SERVING = (
+    Fault(
+        id="healthy-while-stalled",
+        words="health says serving while a rank makes no step",
+        file="epruntime/serve/gate.py",
+        old="self._engine_status.state is EngineState.READY\n",
+        new="self._engine_status.state is not EngineState.RESTARTING\n",
+        test="tests/serve/test_grpc_health.py::test_check_and_watch_follow_gate_and_engine",
+    ),
+    Fault(
+        id="token-prefix-accepted",
+        words="the beginning of an access token is enough",
+        file="epruntime/serve/access.py",
+        old="hmac.compare_digest(offered, token)",
+        new="token.startswith(offered)",
+        test="tests/unit/test_access.py::test_what_is_near_does_not",
+    ),
+    Fault(
+        id="token-with-a-tail-accepted",
+        words="anything that begins with an access token is enough",
+        file="epruntime/serve/access.py",
+        old="hmac.compare_digest(offered, token)",
+        new="offered.startswith(token)",
+        test="tests/unit/test_access.py::test_what_is_near_does_not",
+    ),
+    Fault(
+        id="retry-after-first-token",
+        words="a request that has begun to answer is sent again",
+        file="epruntime/client/sync.py",
+        old="None if self._began else self._attempts.wait_s(error)",
+        new="self._attempts.wait_s(error)",
+        test="tests/serve/test_client_retry.py::test_after_the_first_chunk_never[sync]",
+    ),
+    Fault(
+        id="secret-in-a-bug-report",
+        words="collect-env shows tokens",
+        file="epruntime/cli/software_facts.py",
+        old="        return _HIDDEN\n",
+        new="        return value\n",
+        test="tests/unit/test_collect_env.py::test_secrets",
+    ),
+)
+
+FAULTS = (*EXPERTS, *SAMPLING, *SCHEDULING, *CONTROL, *SERVING)
