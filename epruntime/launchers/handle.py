@@ -40,6 +40,7 @@ class RankHandle:
         seat: where it runs; incarnation: which process of its slot this is.
         process: its process; connection, beats: its connections. None until started and joined.
         ready: done when it has joined with both connections, or failed to (LaunchError, HandshakeError).
+        closed, beats_closed: done, with the reason, when that connection has ended and all that came on it was read.
         condemned: done, with the reason, when it is to be killed as lost.
         lost: why it is gone; None while it is alive. gone: done when `lost` is set.
 
@@ -57,6 +58,7 @@ class RankHandle:
         self.condemned: asyncio.Future[str] = loop.create_future()
         self.gone: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
+        self.beats_closed: asyncio.Future[str] = loop.create_future()
         self.lost: EngineDeadError | None = None
         self._info = RankInfo(
             slot=seat.slot,
@@ -156,6 +158,7 @@ class RankHandle:
         self.beats = connection
         self._heartbeats.begin()
         connection.on_message = self._heartbeats.take
+        connection.on_close = self.beats_closed.set_result  # called once
         if not self.ready.done():
             self.ready.set_result(None)
 

@@ -297,11 +297,13 @@ class RankPool:
         await asyncio.wait([process.exited, rank.closed, rank.condemned], return_when=asyncio.FIRST_COMPLETED)
         if self._stop_task is not None:
             return
-        progress = str(rank.progress)
         if not rank.condemned.done():
             # What it still said before it ended arrives first; and a closed connection mostly means a dying process.
-            waiting = [process.exited] if rank.connection is None else [process.exited, rank.closed]
+            waiting: list[asyncio.Future[str]] = [process.exited]
+            waiting += [rank.closed] if rank.connection is not None else []
+            waiting += [rank.beats_closed] if rank.beats is not None else []
             await asyncio.wait(waiting, timeout=_SETTLE_S)
+        progress = str(rank.progress)
         if process.exited.done():
             how = process.exited.result()
         else:

@@ -48,7 +48,7 @@ def slow_down(slot: int) -> None:
 
     Stamps.note = slow_note  # type: ignore[method-assign]
     if slot == int(which):
-        MoELayer.forward = MoELayer.__call__ = slow_forward  # type: ignore[method-assign]
+        MoELayer.forward = MoELayer.__call__ = slow_forward  # type: ignore[method-assign,assignment]
         if stuck:
             InputBatch.apply = stuck_apply  # type: ignore[method-assign]
 
