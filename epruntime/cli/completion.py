@@ -22,9 +22,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["epruntime"], shell=args.shell))
+    print(shellcode(["epruntime"], shell=args.shell))
     return 0
 
 

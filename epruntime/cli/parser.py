@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.hints = {}
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse does, but a flag with a hint ends it at once: what follows a flag that is not known may be its
         value or not, so that any later complaint would mislead."""
-        for flag in _flags(args or ()):
+        args = sys.argv[1:] if args is None else list(args)
+        for flag in _flags(args):
             if flag in self.hints and flag not in self._option_string_actions:
                 self.error(f"there is no {flag}: {self.hints[flag]}")
         return super().parse_known_args(args, namespace)

@@ -75,7 +75,8 @@ def test_bash_takes_the_script(capsys):
 
 
 def test_without_argcomplete_the_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    for name in ("argcomplete", "argcomplete.shell_integration"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delenv("_ARGCOMPLETE", raising=False)
     assert main(["completion", "bash"]) == 1
     assert "pip install 'epruntime[cli]'" in capsys.readouterr().err
