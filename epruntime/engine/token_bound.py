@@ -4,7 +4,7 @@ A text that is megabytes too long is refused without the seconds that tokenising
 does so for all requests. The bound is only given where it is certain: for byte-pair encodings that cover every byte (or
 every character) of the text by exactly one token. A tokenizer that drops or joins anything before (a normalizer that
 composes characters, a pre-tokenizer that removes spaces, special tokens that swallow the spaces beside them, one
-unknown token for many characters) gets none.
+unknown token for many characters) gets none. Bytes that a byte-level vocabulary lacks are not counted.
 """
 
 from __future__ import annotations
@@ -14,16 +14,31 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _byte_letters() -> list[str]:
+    """The byte-level alphabet of GPT-2: the letter of each byte; those that do not print follow from 256 on."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printing]
+    return [chr(byte if byte in printing else 256 + others.index(byte)) for byte in range(256)]
+
+
+_LETTERS = _byte_letters()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenBound:
-    """No token covers more than `longest` bytes (UTF-8) or characters of a text."""
+    """No token covers more than `longest` bytes (UTF-8) or characters of a text.
+
+    Attributes:
+        dropped: bytes that no token covers, and that vanish or become unknown; counts as nothing.
+    """
 
     longest: int
     in_bytes: bool
+    dropped: bytes = b""
 
     def tokens_at_least(self, text: str) -> int:
         """Tokens that `text` has at least, without special tokens that are added."""
-        length = len(text.encode("utf-8", "surrogatepass")) if self.in_bytes else len(text)
+        length = len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped) if self.in_bytes else text)
         return -(-length // self.longest)
 
 
@@ -48,14 +63,15 @@ def bound_of(hf: Any) -> TokenBound | None:
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if in_bytes and normalizers:
         return None  # lengths below are in characters
-    if not (_covers_bytes(vocabulary) if in_bytes else model.get("byte_fallback") and _has_byte_tokens(vocabulary)):
+    if not in_bytes and not (model.get("byte_fallback") and _has_byte_tokens(vocabulary)):
         return None
     longest = max(map(len, vocabulary))
     prepended = sum(len(step["prepend"]) for step in normalizers if step["type"] == "Prepend")
     for token in added:  # they are found in the text before or after normalizers
         content = token["content"]
         longest = max(longest, len(content.encode()) if in_bytes else len(content) + prepended)
-    return TokenBound(longest=longest, in_bytes=in_bytes)
+    dropped = bytes(byte for byte, letter in enumerate(_LETTERS) if letter not in vocabulary) if in_bytes else b""
+    return TokenBound(longest=longest, in_bytes=in_bytes, dropped=dropped)
 
 
 def _sequence(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
@@ -79,13 +95,6 @@ def _removes_nothing(step: dict[str, Any]) -> bool:
     if step["type"] in ("ByteLevel", "Digits", "Metaspace"):
         return True
     return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
-
-
-def _covers_bytes(vocabulary: dict[str, int]) -> bool:
-    """All 256 letters of the byte-level alphabet are tokens, so that no byte is unknown."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return all(letter in vocabulary for letter in ByteLevel.alphabet())
 
 
 def _has_byte_tokens(vocabulary: dict[str, int]) -> bool:

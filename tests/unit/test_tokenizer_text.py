@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_tokenizers
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
+from epruntime.engine import token_bound
 from epruntime.engine.processor import InputProcessor, Limits
 from epruntime.engine.token_bound import bound_of
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
@@ -155,9 +158,22 @@ def test_one_thread_encodes_while_another_decodes(tmp_path: Path) -> None:
 TEXTS = st.one_of(
     st.text(max_size=60),
     st.text(alphabet=" abc▁<s>/|é", max_size=80),
+    st.text(alphabet="x\x04\x06y", max_size=80),
     st.lists(st.sampled_from(["<s>", "</s>", "    ", "abc", "<|user|>", "\n", "<0x41>", "👍", "<tag>"])).map("".join),
 )
+
+
+def _without_letters(letters: str) -> Any:
+    """Byte-level, with tokens of these letters gone from the vocabulary, as in published ones."""
+    parts = json.loads(tiny_tokenizers.byte_level(adds_bos=False).to_str())
+    parts["model"]["merges"] = []
+    kept = [token for token in parts["model"]["vocab"] if not set(token) & set(letters)]
+    parts["model"]["vocab"] = {token: i for i, token in enumerate(kept)}
+    return tokenizers.Tokenizer.from_str(json.dumps(parts))
+
+
 BOUNDED = {
+    "byte_level_gaps": _without_letters("\u0104\u0106xé"),
     "byte_level": tiny_tokenizers.byte_level(),
     "byte_level_tag": tiny_tokenizers.byte_level(adds_bos=False, normalized=True, special=False),
     "byte_fallback": tiny_tokenizers.byte_fallback(),
@@ -183,7 +199,16 @@ def test_the_bound_is_never_too_high(text: str, bounded: dict[str, Tokenizer]) -
 
 def test_the_bound_says_something(bounded: dict[str, Tokenizer]) -> None:
     for name, tokenizer in bounded.items():
-        assert tokenizer.tokens_at_least("x" * 10_000) >= 10_000 / 20, name
+        assert tokenizer.tokens_at_least("y" * 10_000) >= 10_000 / 20, name
+
+
+def test_the_letters_of_bytes_are_the_library_s() -> None:
+    assert set(token_bound._LETTERS) == set(pre_tokenizers.ByteLevel.alphabet())
+    for byte in (0x04, 0x20, 0x41, 0x7F):
+        (found,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(byte))
+        assert found[0] == token_bound._LETTERS[byte]
+    (found,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("é👍")
+    assert found[0] == "".join(token_bound._LETTERS[byte] for byte in "é👍".encode())
 
 
 @pytest.mark.parametrize(
