@@ -1,10 +1,9 @@
-"""Cost of GroupScheduler.plan, the plan's wire form and GroupScheduler.apply, without ranks.
+"""CPU time of GroupScheduler.plan, the plan's wire form and GroupScheduler.apply, without ranks.
 
-    python benchmarks/bench_scheduler.py            # prints a Markdown table; redirect it to benchmarks/results/
+    python benchmarks/bench_scheduler.py            # prints Markdown; redirect it to benchmarks/results/scheduler.md
+    EPRUNTIME_DISABLE_EXTENSION=1 python benchmarks/bench_scheduler.py    # the KV cache's books in Python
 
-Two loads, both with `num_seqs` sequences running in each group and two plans in flight:
-decode: long outputs, nobody comes or goes; a KV block is granted every 16th step per sequence.
-churn: outputs of 64 to 192 tokens; whoever ends is replaced by a new request with a prompt of 256 tokens.
+The loads are those of epruntime/testing/scheduler_load.py.
 """
 
 from __future__ import annotations
@@ -14,117 +13,42 @@ import gc
 import os
 import platform
 import statistics
-import time
-from collections import deque
 from pathlib import Path
 
-import numpy as np
+from epruntime.engine.kv_cache import make_kv_cache
+from epruntime.engine.kv_reference import ReferenceKVCache
+from epruntime.testing.scheduler_load import SchedulerLoad, StepCost
 
-from epruntime.config import SchedulerConfig
-from epruntime.engine.scheduler import GroupScheduler
-from epruntime.plan import FINISH_LENGTH, FINISH_NONE, SamplingSpec, StepPlan, StepResult
+HEADER = """# Scheduler cost per step
 
-BLOCK_SIZE = 16
-PROMPT_TOKENS = 256
+`{command}` on {cpus} x {cpu}, Python {python}, load average {load:.1f}.
+The KV cache's books are kept in {books}.
 
+CPU milliseconds (`process_time`) of one lockstep step, all groups together: one core does them in turn. Medians; p99 is
+that of the sum. Sum is scheduling: plan, wire form and apply. Read is what a front end adds that goes through the new
+tokens one by one.
 
-class CountingRank:
-    """Answers plans with tokens that mean nothing; only counts what each request has left."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._prefill: dict[int, int] = {}
-        self._output: dict[int, int] = {}
-
-    def step(self, plan: StepPlan) -> StepResult:
-        for rid in plan.drop:
-            self._prefill.pop(rid, None)
-            self._output.pop(rid, None)
-        sampled = [rid for rid in self._output if rid not in self._prefill and rid not in plan.hold]
-        for new in plan.new:
-            self._prefill[new.rid] = len(new.token_ids) - new.num_computed_tokens
-            self._output[new.rid] = new.sampling.max_tokens - (len(new.token_ids) - new.num_prompt_tokens)
-        for rid, count in plan.prefill.items():
-            self._prefill[rid] -= count
-            if not self._prefill[rid]:
-                del self._prefill[rid]
-                sampled.append(rid)
-        finish = []
-        for rid in sampled:
-            self._output[rid] -= 1
-            finish.append(FINISH_NONE if self._output[rid] else FINISH_LENGTH)
-            if not self._output[rid]:
-                del self._output[rid]
-        return StepResult(
-            step=plan.step,
-            rids=np.array(sampled, np.int64),
-            tokens=self._rng.integers(0, 32000, len(sampled), np.int32),
-            finish=np.array(finish, np.int8),
-        )
+| load | groups | sequences per group | plan | wire form | apply | sum | p99 | sum per group | read |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
-def measure(load: str, num_groups: int, num_seqs: int, num_steps: int) -> dict[str, float]:
-    """CPU milliseconds per lockstep step of all groups: median of each part, 99th percentile of the sum."""
-    rng = np.random.default_rng(0)
-    churn = load == "churn"
-    max_model_len = PROMPT_TOKENS + (192 if churn else num_steps + 200)
-    config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048)
-    num_blocks = num_seqs * (max_model_len // BLOCK_SIZE + 2)
-    schedulers = [
-        GroupScheduler(
-            config, block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, prefix_caching=True, max_model_len=max_model_len
-        )
-        for _ in range(num_groups)
-    ]
-    ranks = [CountingRank(rng) for _ in range(num_groups)]
-    next_rid = 1
-
-    def add(scheduler: GroupScheduler) -> None:
-        nonlocal next_rid
-        output = int(rng.integers(64, 193)) if churn else num_steps + 199
-        scheduler.add(
-            next_rid,
-            rng.integers(0, 32000, PROMPT_TOKENS).tolist(),
-            SamplingSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, stop_ids=(2,), max_tokens=output),
-        )
-        next_rid += 1
-
-    for scheduler in schedulers:
-        for _ in range(num_seqs):
-            add(scheduler)
-    warm_up = num_seqs * PROMPT_TOKENS // 1024 + 64
-    times: dict[str, list[float]] = {"plan": [], "wire": [], "apply": []}
-    waiting: deque[list[bytes]] = deque()
+def measure(load: str, num_groups: int, num_seqs: int, num_steps: int) -> list[StepCost]:
+    running = SchedulerLoad(churn=load == "churn", num_groups=num_groups, num_seqs=num_seqs, num_steps=num_steps)
+    running.warm_up()
     gc.collect()
     gc.freeze()
-    for step in range(warm_up + num_steps):
-        start = time.process_time()
-        plans = [s.plan(step) for s in schedulers]
-        planned = time.process_time()
-        wires = [p.to_wire() for p in plans]
-        encoded = time.process_time()
-        del wires
-        waiting.append([rank.step(plan) for rank, plan in zip(ranks, plans, strict=True)])
-        applied = 0.0
-        if len(waiting) == 2:
-            results = waiting.popleft()
-            begin = time.process_time()
-            updates = [s.apply(result) for s, result in zip(schedulers, results, strict=True)]
-            applied = time.process_time() - begin
-            for scheduler, ups in zip(schedulers, updates, strict=True):
-                for update in ups:
-                    if update.finish and churn:
-                        add(scheduler)
-        if step >= warm_up:
-            times["plan"].append(1e3 * (planned - start))
-            times["wire"].append(1e3 * (encoded - planned))
-            times["apply"].append(1e3 * applied)
-    sums = sorted(map(sum, zip(*times.values(), strict=True)))
-    row = {name: statistics.median(values) for name, values in times.items()}
-    row["sum"] = statistics.median(sums)
-    row["p99"] = sums[int(0.99 * len(sums))]
-    row["decodes"] = sum(s.counters.decode_tokens for s in schedulers) / num_groups / (warm_up + num_steps)
-    return row
+    costs = [running.step() for _ in range(num_steps)]
+    gc.unfreeze()
+    return costs
+
+
+def row(load: str, groups: int, seqs: int, costs: list[StepCost]) -> str:
+    sums = sorted(cost.scheduling for cost in costs)
+    total = statistics.median(sums)
+    parts = [statistics.median(values) for values in zip(*((c.plan, c.wire, c.apply) for c in costs), strict=True)]
+    read = statistics.median(cost.read for cost in costs)
+    figures = [*parts, total, sums[int(0.99 * len(sums))], total / groups, read]
+    return f"| {load} | {groups} | {seqs} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |"
 
 
 def main() -> None:
@@ -133,25 +57,24 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seqs", type=int, nargs="+", default=[16, 128])
     args = parser.parse_args()
+    in_python = isinstance(make_kv_cache(num_blocks=1, block_size=1, prefix_caching=True), ReferenceKVCache)
+    listed = " ".join(f"--{name} {' '.join(map(str, getattr(args, name)))}" for name in ("groups", "seqs"))
+    command = f"python benchmarks/bench_scheduler.py --steps {args.steps} {listed}"
     print(
-        f"# Scheduler cost per step\n\n`python benchmarks/bench_scheduler.py --steps {args.steps}` on "
-        f"{os.cpu_count()} x {cpu_name()}, Python {platform.python_version()}.\n"
+        HEADER.format(
+            command=f"EPRUNTIME_DISABLE_EXTENSION=1 {command}" if in_python else command,
+            cpus=os.cpu_count(),
+            cpu=cpu_name(),
+            python=platform.python_version(),
+            load=os.getloadavg()[0],
+            books="Python" if in_python else "C++",
+        ),
+        flush=True,
     )
-    print(
-        "CPU milliseconds of one lockstep step, all groups together (one core does them in turn). Medians; p99 is\n"
-        "that of the sum.\n"
-    )
-    print("| load | groups | sequences per group | plan | wire form | apply | sum | p99 | sum per group |")
-    print("|---|---|---|---|---|---|---|---|---|")
     for load in ("decode", "churn"):
         for groups in args.groups:
             for seqs in args.seqs:
-                row = measure(load, groups, seqs, args.steps)
-                print(
-                    f"| {load} | {groups} | {seqs} | {row['plan']:.3f} | {row['wire']:.3f} | {row['apply']:.3f} | "
-                    f"{row['sum']:.3f} | {row['p99']:.3f} | {row['sum'] / groups:.3f} |",
-                    flush=True,
-                )
+                print(row(load, groups, seqs, measure(load, groups, seqs, args.steps)), flush=True)
 
 
 def cpu_name() -> str:

@@ -68,6 +68,11 @@ class TokenUpdates:
         return len(self.rids)
 
     def __iter__(self) -> Iterator[TokenUpdate]:
+        if self.logprobs or self.errors or self.num_preemptions or self.prompt_logprobs:
+            return self._with_all_fields()
+        return map(TokenUpdate, self.rids, self.tokens, self.finish)
+
+    def _with_all_fields(self) -> Iterator[TokenUpdate]:
         for i, (rid, token, finish) in enumerate(zip(self.rids, self.tokens, self.finish, strict=True)):
             yield TokenUpdate(
                 rid,
