@@ -175,14 +175,12 @@ class SchedulerSim:
     def finish(self, max_steps: int = 10_000) -> None:
         """Runs until all requests have ended, as an engine does; then checks outputs and that nothing is left."""
         for _ in range(max_steps):
-            while self.num_in_flight < self.depth and self.has_work:
+            while self.num_in_flight < self.depth and any(s.wants_plan for s in self.schedulers):
                 self.send()
             if not self.num_in_flight:
                 break
             self.collect()
         assert not self.live, f"stuck: requests {self.live} live, no work, nothing in flight"
-        self.send()  # carries the drops still to be told
-        self.collect()
         for scheduler, rank in zip(self.schedulers, self.ranks, strict=True):
             assert scheduler.num_running == scheduler.num_waiting == rank.num_requests == 0
             assert scheduler.kv_usage == 0.0

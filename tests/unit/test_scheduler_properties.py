@@ -121,8 +121,9 @@ def test_a_crowd_in_a_small_cache_preempts_chunks_mixes_and_reuses(depth):
     for seed in range(25):
         for name, value in asdict(crowd(seed, depth=depth).schedulers[0].counters).items():
             total[name] = total.get(name, 0) + value
-    assert min(total[n] for n in ("preemptions", "chunks", "mixed_steps", "empty_plans", "prefix_hit_tokens")) > 10
-    assert total["holds"] == 0 if depth == 1 else total["holds"] > 10
+    assert min(total[n] for n in ("preemptions", "chunks", "mixed_steps", "prefix_hit_tokens")) > 10
+    for name in ("holds", "empty_plans"):  # both come of results that are still on their way
+        assert total[name] == 0 if depth == 1 else total[name] > 10
 
 
 def test_prompt_logprobs_survive_chunks_preemptions_and_cached_prefixes():
