@@ -197,6 +197,14 @@ SAMPLING = (
         test="tests/unit/test_stop_strings.py::test_by_hand",
     ),
     Fault(
+        id="bos-twice",
+        words="a prompt that begins with the tokenizer's BOS gets a second one",
+        file="epruntime/engine/tokenizer.py",
+        old="            del ids[:extra]\n",
+        new="            del ids[:0]\n",
+        test="tests/unit/test_tokenizer_text.py::test_one_bos_however_the_text_begins",
+    ),
+    Fault(
         id="half-characters-shown",
         words="bytes of an unfinished character are shown as replacement characters",
         file="epruntime/engine/detokenizer.py",
@@ -339,6 +347,14 @@ CONTROL = (
         test=_CONTROL + "test_strangers_are_cut_off_and_others_do_not_notice[oversized]",
     ),
     Fault(
+        id="silence-unnoticed",
+        words="a rank that was stopped is not noticed while nothing is asked of it",
+        file="epruntime/launchers/pool.py",
+        old="silent_s > self.heartbeat_timeout_s:",
+        new="silent_s > 1000 * self.heartbeat_timeout_s:",
+        test="tests/distributed/test_death_matrix.py::test_requests_end_in_time_by_name_and_the_engine_comes_back[idle-19]",
+    ),
+    Fault(
         id="claims-unchecked",
         words="a rank may claim a kernel signature that is no table of texts",
         file="epruntime/comm/control_server.py",
@@ -364,6 +380,22 @@ SERVING = (
         old="self._engine_status.state is EngineState.READY\n",
         new="self._engine_status.state is not EngineState.RESTARTING\n",
         test="tests/serve/test_grpc_health.py::test_check_and_watch_follow_gate_and_engine",
+    ),
+    Fault(
+        id="metrics-without-token",
+        words="metrics are open to everyone although access tokens are set",
+        file="epruntime/serve/openai/envelope.py",
+        old='"/health", "/ping", "/version"',
+        new='"/health", "/ping", "/version", "/metrics"',
+        test="tests/serve/test_openai_server.py::test_a_token_is_needed_where_one_is_set",
+    ),
+    Fault(
+        id="http-healthy-while-stalled",
+        words="HTTP's /health says 200 as soon as the model is loaded",
+        file="epruntime/serve/openai/endpoints.py",
+        old="        if not self._gate.serving:\n",
+        new="        if self._gate.engine is None:\n",
+        test="tests/serve/test_openai_server.py::test_health_follows_server_and_ranks",
     ),
     Fault(
         id="token-prefix-accepted",

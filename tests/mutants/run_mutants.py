@@ -26,7 +26,7 @@ from fault_table import FAULTS
 from faults import ROOT, Fault
 
 #: seconds that one run of a test may take, its imports included
-LIMIT_S = 120
+LIMIT_S = 240
 _CAUGHT, _SURVIVED, _WRONG = "caught", "SURVIVED", "WRONG"
 _NEEDED = ("epruntime", "tests", "pyproject.toml")
 #: pytest's exit codes: all passed; some failed
@@ -74,7 +74,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> tuple[int | None, str]:
         text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=LIMIT_S * (4 if len(tests) > 1 else 1))
+        output, _ = process.communicate(timeout=LIMIT_S * (3 if len(tests) > 1 else 1))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)  # its own session: the test, and whatever it started
         output, _ = process.communicate()
