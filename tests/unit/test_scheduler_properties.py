@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from epruntime.engine.block_pool import BlockPool
 from epruntime.engine.kv_reference import ReferenceKVCache
+from epruntime.engine.request import NEVER, SchedulerRequest
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.errors import ProtocolError
+from epruntime.plan import NewRequest
 from epruntime.testing.fake_rank import PlanViolation
 from epruntime.testing.scheduler_sim import VOCAB_SIZE, SchedulerSim, make_spec, reference_kv
 
@@ -72,6 +74,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def collect(self):
         self.sim.collect()
+
+    @precondition(lambda self: self.sim.live)
+    @rule()
+    def abandon(self):
+        """Everybody leaves: once the plans in flight have ended no KV block is in use, and a plan tells the ranks."""
+        for rid in self.sim.live:
+            self.sim.drop(rid)
+        while self.sim.num_in_flight:
+            self.sim.collect()
+        assert all(s.num_free_kv_blocks == s.num_kv_blocks for s in self.sim.schedulers)
+        if any(s.wants_plan for s in self.sim.schedulers):
+            self.sim.send()
+            self.sim.collect()
+        assert all(rank.num_requests == 0 for rank in self.sim.ranks)
+        assert not any(s.wants_plan for s in self.sim.schedulers)
 
     def teardown(self):
         if hasattr(self, "sim"):
@@ -258,6 +275,26 @@ def forget_to_tell_of_drops(monkeypatch):
     monkeypatch.setattr(GroupScheduler, "drop", silent)
 
 
+def skip_prompt_tokens_whose_logprobs_are_due(monkeypatch):
+    monkeypatch.setattr(SchedulerRequest, "num_skippable_tokens", NEVER)
+
+
+def forget_prompt_logprobs_when_preempted(monkeypatch):
+    preempt = GroupScheduler._preempt
+
+    def preempt_and_lose(self, request):
+        preempt(self, request)
+        request.prompt_logprobs.clear()
+
+    monkeypatch.setattr(GroupScheduler, "_preempt", preempt_and_lose)
+
+
+def ask_for_all_prompt_logprobs_again(monkeypatch):
+    monkeypatch.setattr(
+        "epruntime.engine.scheduler.NewRequest", lambda **fields: NewRequest(**fields | {"num_prompt_logprobs": 0})
+    )
+
+
 BREAKAGES = [
     skip_quarantine,
     end_quarantine_a_step_early,
@@ -273,6 +310,9 @@ BREAKAGES = [
     lose_the_token_in_flight_of_a_preempted_request,
     grant_a_step_late,
     forget_to_tell_of_drops,
+    skip_prompt_tokens_whose_logprobs_are_due,
+    forget_prompt_logprobs_when_preempted,
+    ask_for_all_prompt_logprobs_again,
 ]
 WRONG_TOKENS = [
     skip_quarantine,
@@ -297,7 +337,7 @@ def test_a_broken_scheduler_is_caught(breakage, monkeypatch):
     # at depth 2 the plan in which a request may come back is made after the last result that may hold its token
     depth = 3 if breakage is readmit_at_once else 2
     with pytest.raises(CAUGHT) as caught:
-        run_until_caught(depth=depth)
+        run_until_caught(depth=depth, logprobs="logprobs" in breakage.__name__)
     print(breakage.__name__, "->", type(caught.value).__name__, str(caught.value).split("; plan")[0][:150])
 
 
