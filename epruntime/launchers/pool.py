@@ -19,16 +19,16 @@ from epruntime.comm import auth
 from epruntime.comm.control import Connection, ControlServer, RankBootstrap, RankInfo
 from epruntime.errors import (
     ConfigError,
-    ConnectionClosedError,
     EngineDeadError,
     HandshakeError,
     LaunchError,
     RankLostError,
 )
-from epruntime.launchers.base import Launcher, RankProcess
+from epruntime.launchers.base import Launcher
 from epruntime.launchers.clock import TICK_S, LoopClock
 from epruntime.launchers.door import Door
 from epruntime.launchers.handle import RankHandle
+from epruntime.launchers.rank_end import KILL_S, RankEnd, end_of, first_sign, said, stop_rank
 from epruntime.launchers.store import host_store
 
 if TYPE_CHECKING:
@@ -40,14 +40,8 @@ __all__ = ["RankHandle", "RankPool"]
 
 LOOPBACK = "127.0.0.1"
 
-#: seconds given to a rank: to leave when asked, when told (SIGTERM), and to be gone after SIGKILL.
-_LEAVE_S, _TERMINATE_S, _KILL_S = 3.0, 2.0, 10.0
-
 #: seconds added to start_timeout_s before the pool gives up by itself.
 _PLACE_GRACE_S = 1.0
-
-#: seconds between the end of a rank's connection and the end of its process that count as one event.
-_SETTLE_S = 2.0
 
 
 class RankPool:
@@ -196,25 +190,26 @@ class RankPool:
             raise EngineDeadError("the rank pool was stopped")
         if old.process is not None and not old.process.exited.done():
             old.condemn("it is being replaced")
-            await asyncio.wait([old.process.exited], timeout=_KILL_S)
+            await asyncio.wait([old.process.exited], timeout=KILL_S)
             if not old.process.exited.done():
                 raise LaunchError(
                     f"rank {slot} on host {old.seat.host}, pid {old.info.pid}, could not be confirmed dead within "
-                    f"{_KILL_S:g} s: it is not replaced, for two of it would answer"
+                    f"{KILL_S:g} s: it is not replaced, for two of it would answer"
                 )
         rank = RankHandle(old.seat, incarnation=old.incarnation + 1, clock=self._clock)
         self.ranks[slot] = rank
-        async with self._door.open() as address:
-            self._begin(rank, address, timeout_s)
-            await asyncio.wait([rank.ready], timeout=timeout_s)
-        rank.failed_to_start(
-            LaunchError(f"rank {slot} on host {rank.seat.host} did not join within {timeout_s:g} s{_said(rank)}")
-        )
-        failure = rank.ready.exception()
-        if failure is not None:
-            rank.fail(RankLostError(slot=slot, host=rank.seat.host, detail=f"it did not start again: {failure}"))
-            await self._stop_rank(rank)
-            raise failure
+        try:
+            async with self._door.open() as address:
+                self._begin(rank, address, timeout_s)
+                await asyncio.wait([rank.ready], timeout=timeout_s)
+            rank.failed_to_start(
+                LaunchError(f"rank {slot} on host {rank.seat.host} did not join within {timeout_s:g} s{said(rank)}")
+            )
+            rank.ready.result()
+        except BaseException as error:  # also a cancellation: the slot is as if it had never been filled again
+            rank.fail(RankLostError(slot=slot, host=rank.seat.host, detail=f"it did not start again: {error}"))
+            await stop_rank(rank)
+            raise
         logger.info("rank %d on %s is up again, pid %d", slot, rank.info.host, rank.info.pid)
         return rank
 
@@ -269,7 +264,7 @@ class RankPool:
         lines = []
         for rank in absent:
             state = "still starting" if rank.process is None else "running, has not joined"
-            lines.append(f"rank {rank.seat.slot} on host {rank.seat.host}: {state}" + _said(rank))
+            lines.append(f"rank {rank.seat.slot} on host {rank.seat.host}: {state}" + said(rank))
         return (
             f"{len(absent)} of {num_ranks} ranks did not join within {timeout_s:g} s (start_timeout_s):\n"
             + "\n".join(lines)
@@ -292,46 +287,23 @@ class RankPool:
 
     async def _watch(self, rank: RankHandle) -> None:
         """Waits for the end of a rank, by its process, its connection or a verdict, and reports it."""
-        process = rank.process
-        assert process is not None
-        await asyncio.wait([process.exited, rank.closed, rank.condemned], return_when=asyncio.FIRST_COMPLETED)
+        await first_sign(rank)
         if self._stop_task is not None:
             return
-        if not rank.condemned.done():
-            # What it still said before it ended arrives first; and a closed connection mostly means a dying process.
-            waiting: list[asyncio.Future[str]] = [process.exited]
-            waiting += [rank.closed] if rank.connection is not None else []
-            waiting += [rank.beats_closed] if rank.beats is not None else []
-            await asyncio.wait(waiting, timeout=_SETTLE_S)
-        progress = str(rank.progress)
-        if process.exited.done():
-            how = process.exited.result()
-        else:
-            if rank.condemned.done():
-                how = rank.condemned.result()
-            else:
-                how = f"it left the control channel ({rank.closed.result()}) while its process was running"
-            logger.error("rank %d on host %s, killing it: %s", rank.seat.slot, rank.seat.host, how)
-            process.kill()
-            await asyncio.wait([process.exited], timeout=_KILL_S)
-            how += "; killed" if process.exited.done() else "; its process could not be confirmed dead"
+        ended = await end_of(rank)
         if self._stop_task is None:
-            self._lose(rank, how, progress)
+            self._lose(rank, ended)
 
-    def _lose(self, rank: RankHandle, how: str, progress: str) -> None:
+    def _lose(self, rank: RankHandle, ended: RankEnd) -> None:
         rank.failed_to_start(
-            LaunchError(f"rank {rank.seat.slot} on host {rank.seat.host} ended during start: {how}{_said(rank)}")
+            LaunchError(f"rank {rank.seat.slot} on host {rank.seat.host} ended during start: {ended.how}{said(rank)}")
         )
-        if rank.connection is None:
+        if rank.connection is None or rank.lost is not None:
             return
-        rank.connection.abort(how)
-        if rank.beats is not None:
-            rank.beats.abort(how)
-        activity = rank.activity()
-        detail = f"{how}; {progress}" + (f"; unanswered: {activity}" if activity else "")
-        if not rank.condemned.done():  # one that was stopped, or is stuck, has said nothing about it
-            detail += _said(rank)
-        error = RankLostError(slot=rank.seat.slot, host=rank.seat.host, detail=detail)
+        for connection in (rank.connection, rank.beats):
+            if connection is not None:
+                connection.abort(ended.how)
+        error = RankLostError(slot=rank.seat.slot, host=rank.seat.host, detail=ended.detail(rank))
         logger.error("%s", error)
         rank.fail(error)
         for callback in list(self._lost_callbacks):
@@ -355,42 +327,10 @@ class RankPool:
             for task in list(self._spawning):
                 task.cancel()
             await asyncio.gather(*self._spawning, return_exceptions=True)
-            await asyncio.gather(*(self._stop_rank(rank) for rank in self.ranks))
+            await asyncio.gather(*(stop_rank(rank) for rank in self.ranks))
             for task in list(self._watching):
                 task.cancel()
             await asyncio.gather(*self._watching, return_exceptions=True)
-
-    async def _stop_rank(self, rank: RankHandle) -> None:
-        stopped = EngineDeadError("the rank pool was stopped")
-        rank.fail(stopped)
-        rank.failed_to_start(stopped)
-        process, connection = rank.process, rank.connection
-        if process is not None:
-            try:
-                await self._end_process(process, connection)
-            except asyncio.CancelledError:
-                process.kill()  # no time left for manners
-                raise
-            if not process.exited.done():
-                logger.error(
-                    "rank %d on host %s, pid %d, could not be confirmed dead",
-                    rank.seat.slot,
-                    rank.seat.host,
-                    rank.info.pid,
-                )
-        for end in (connection, rank.beats):
-            if end is not None:
-                end.abort("this rank was stopped")
-
-    async def _end_process(self, process: RankProcess, connection: Connection | None) -> None:
-        if connection is not None and connection.is_open:
-            with contextlib.suppress(ConnectionClosedError):
-                connection.send({"type": "shutdown", "id": 0})
-                await asyncio.wait([process.exited], timeout=_LEAVE_S)
-        for act, seconds in ((process.terminate, _TERMINATE_S), (process.kill, _KILL_S)):
-            if not process.exited.done():
-                act()
-                await asyncio.wait([process.exited], timeout=seconds)
 
     def _close_store(self) -> None:
         self._store = None
@@ -431,8 +371,3 @@ async def _all_ready(ranks: list[RankHandle]) -> None:
                 raise LaunchError(f"during start: {rank.lost}")
     for rank in ranks:
         rank.ready.result()
-
-
-def _said(rank: RankHandle) -> str:
-    tail = rank.process.output_tail() if rank.process is not None else []
-    return "; its last words:\n  " + "\n  ".join(tail) if tail else ""

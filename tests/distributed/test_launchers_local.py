@@ -30,6 +30,7 @@ from epruntime.errors import (
 )
 from epruntime.launchers import door as door_module
 from epruntime.launchers import pool as pool_module
+from epruntime.launchers import rank_end
 from epruntime.launchers.cores import threads_each, usable_cores
 from epruntime.launchers.local import LocalLauncher, exit_text
 from epruntime.launchers.pool import RankPool
@@ -277,8 +278,8 @@ def test_what_a_rank_started_ends_with_it():
 
 
 def test_stop_ends_stopped_and_stubborn_ranks(monkeypatch):
-    monkeypatch.setattr(pool_module, "_LEAVE_S", 0.3)
-    monkeypatch.setattr(pool_module, "_TERMINATE_S", 0.3)
+    monkeypatch.setattr(rank_end, "_LEAVE_S", 0.3)
+    monkeypatch.setattr(rank_end, "_TERMINATE_S", 0.3)
 
     async def body():
         async with pool_of(3) as pool:
