@@ -17,7 +17,7 @@ import pytest
 from deaths import BOUND, dead, end, error_of, ready, settings, slow_pool, tokens, until
 from leftovers import Leftovers
 
-from epruntime.comm.progress import Phase, Stamp
+from epruntime.comm.progress import Collective, Phase, Stamp
 from epruntime.engine.async_llm import AsyncLLM
 from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import RankLostError, UnavailableError, status_of
@@ -181,3 +181,19 @@ def test_a_rank_killed_during_the_restart_is_replaced_too(world):
         assert await tokens(llm, PROMPT, COUNT) == world.expected
 
     world.runner.run(asyncio.wait_for(body(), 150))
+
+
+def test_a_rank_stopped_before_the_ranks_meet_is_named_and_not_the_one_that_waits(world):
+    """Last: the innocent one waits for its meeting until the step's deadline."""
+
+    async def body() -> None:
+        await world.close()
+        end(world.pool.ranks[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankLostError) as caught:
+            await AsyncLLM.create(settings(world.model), rank_pool=world.pool)
+        assert time.monotonic() - began < BOUND[signal.SIGSTOP]
+        _check(caught.value, 1, signal.SIGSTOP)
+        assert world.stamp(0).collective is Collective.RENDEZVOUS
+
+    world.runner.run(asyncio.wait_for(body(), 60))
