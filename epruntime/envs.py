@@ -1,4 +1,4 @@
-"""Every environment variable that epruntime reads: for debugging, and one for a secret; a bad value raises."""
+"""Every environment variable that epruntime reads: debugging, secrets, what differs by host. A bad value raises."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ VARIABLES: dict[str, tuple[Callable[[str], object], object, str]] = {
         str,
         "",
         "a bearer token that gRPC and HTTP calls must bring, beside those of --api-key; empty: none",
+    ),
+    "EPRUNTIME_HOST_IP": (
+        str,
+        "",
+        "address of this host that the other hosts reach, or a network that it is in (10.0.0.0/24); empty: the one on "
+        "the route to the coordinator",
+    ),
+    "EPRUNTIME_JOB_SECRET": (
+        str,
+        "",
+        "under torchrun: a secret that all processes of the job are given; empty: one is drawn, and told through "
+        "torchrun's store",
     ),
     "EPRUNTIME_CACHE_DIR": (str, "", "where sample models are kept; empty: ~/.cache/epruntime"),
 }

@@ -7,7 +7,6 @@ was, and messages with nothing in them are not sent. It takes about as long (`be
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from epruntime.comm.interfaces import rank_address
 from epruntime.comm.transport import GroupInfo, Support, Transport, Work
 from epruntime.errors import ConfigError, EngineDeadError, RankLostError
 
@@ -45,7 +45,7 @@ class GlooTransport(Transport):
         self._tag = 0
         self._failure: EngineDeadError | None = None
         timeout = timedelta(seconds=group.timeout_s)
-        self.interface_address = group.interface_address or local_address_towards(group.store_host, group.store_port)
+        self.interface_address = group.interface_address or rank_address(group.store_host, group.store_port).address
         started = time.monotonic()
         try:
             device = dist.ProcessGroupGloo.create_device(hostname=self.interface_address)
@@ -179,26 +179,6 @@ class _Exchange(Work):
         self._transport._finish(self._pending, "all_to_all_rows")
         self._pending = []
         return self._recv_RB
-
-
-def local_address_towards(host: str, port: int) -> str:
-    """This host's address on the route to `host`: where a peer that also reaches `host` can reach us.
-
-    On loopback when the store is on loopback, that is, when all ranks share this host. Sends nothing.
-
-    Raises:
-        ConfigError: the host name does not resolve, or there is no route to it.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(
-            f"store_host={host!r}: no route to it from {socket.gethostname()} ({error}); set the "
-            "interface address, or give the store an address that this host reaches"
-        ) from error
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:

@@ -33,8 +33,7 @@ class GroupInfo:
             empty: the same number.
         device: torch device type of the rows ("cpu" or "cuda").
         timeout_s: bound of every wait.
-        interface_address: this host's address that the others reach; "": its address on the route to the store, which
-            is loopback where the store is on loopback.
+        interface_address: this host's address that the others reach; "": chosen by epruntime.comm.interfaces.
     """
 
     rank: int

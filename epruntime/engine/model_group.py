@@ -100,6 +100,7 @@ class ModelGroup:
             limit_s=parallel.step_timeout_s + _GRACE_S,
             option="step_timeout_s",
         )
+        _log_addresses(ranks, configured)
         memory = cache.kv_cache_memory_gb
         try:
             loaded = await _gather(
@@ -173,6 +174,21 @@ class ModelGroup:
                 callback(error)
 
         return self._pool.on_lost(mine)
+
+
+def _log_addresses(ranks: list[RankHandle], configured: list[dict[str, Any]]) -> None:
+    """One line per rank: what to look at first when hosts do not reach each other."""
+    for rank, reply in zip(ranks, configured, strict=True):
+        if "address" in reply:  # the only rank has none
+            logger.info(
+                "rank %d on host %s, pid %d: %s exchange at address %s, interface %s",
+                rank.info.slot,
+                rank.info.host,
+                rank.info.pid,
+                reply["transport"],
+                reply["address"],
+                reply["interface"],
+            )
 
 
 async def _unload(ranks: list[RankHandle]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from epruntime.comm.interfaces import HostAddress, rank_address
 from epruntime.comm.progress import Collective, Stamps
 from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo, Transport
@@ -86,8 +87,12 @@ class Generation:
         config: the `configure` message. device: torch device type of the rows. stamps: where this rank says what it
             does.
 
+    Attributes:
+        address: at which the other ranks reach this one; None without others.
+
     Raises:
-        ConfigError: the transport cannot serve this group. EngineDeadError: the ranks did not meet in time.
+        ConfigError: the transport, or no address of this host, can serve this group.
+        EngineDeadError: the ranks did not meet in time.
     """
 
     def __init__(self, config: Configure, *, stamps: Stamps, device: str = "cpu") -> None:
@@ -95,6 +100,8 @@ class Generation:
         self.context = StepContext(stamps=stamps)
         stamps.join(config.generation)
         stamps.wait(Collective.RENDEZVOUS)
+        several = config.world_size > 1
+        self.address: HostAddress | None = rank_address(config.store_host, config.store_port) if several else None
         self.transport: Transport = make_transport(
             config.transport,
             GroupInfo(
@@ -107,6 +114,7 @@ class Generation:
                 slots=config.slots,
                 device=device,
                 timeout_s=config.step_timeout_s,
+                interface_address="" if self.address is None else self.address.address,
             ),
         )
         stamps.go_on()

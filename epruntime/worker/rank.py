@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from epruntime.comm.frames import Message
+from epruntime.comm.interfaces import HostAddress
 from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.comm.messages import failed
 from epruntime.comm.progress import Phase, Stamps
@@ -58,6 +59,8 @@ class Membership(Protocol):
 
     @property
     def transport_name(self) -> str: ...
+    @property
+    def address(self) -> HostAddress | None: ...
     def load(self, letter: Load, progress: Callable[[str, int, int], None]) -> Served: ...
     def close(self) -> None: ...
 
@@ -134,7 +137,9 @@ class RankLoop:
         self._generation_number = config.generation
         torch.set_num_threads(config.threads or self._threads)
         self._membership = self._open_generation(config)
-        return {"type": "configured", "transport": self._membership.transport_name, "reason": ""}
+        address = self._membership.address
+        told = {} if address is None else {"address": address.address, "interface": address.interface}
+        return {"type": "configured", "transport": self._membership.transport_name, **told}
 
     def _load(self, message: Message) -> Message:
         self._stamps.enter(Phase.LOAD)

@@ -13,6 +13,7 @@ import torch
 
 from epruntime.comm.control import ControlClient, RankBootstrap
 from epruntime.comm.frames import FrameReader, Message, decode, encode
+from epruntime.comm.interfaces import HostAddress
 from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.comm.progress import Stamps
 from epruntime.errors import CheckpointError, RankLostError
@@ -63,6 +64,7 @@ class DiceGeneration:
         self.config, self.closed = config, 0
         self.models: list[DiceModel] = []
         self.transport_name = "dice"
+        self.address = HostAddress(address="10.0.0.7", interface="eth9", chosen_by="a fake")
 
     def load(self, letter: Load, progress: Any) -> DiceModel:
         for done in range(1, 4):
@@ -170,7 +172,9 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 def test_the_whole_life(coordinator):
-    assert coordinator.configure(4)["transport"] == "dice"
+    configured = coordinator.configure(4)
+    assert configured["transport"] == "dice"
+    assert (configured["address"], configured["interface"]) == ("10.0.0.7", "eth9")
     loaded = coordinator.load()
     assert loaded["type"] == "loaded"
     assert loaded["num_kv_blocks"] == 5
