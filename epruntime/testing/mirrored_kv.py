@@ -28,9 +28,10 @@ class MirroredKVCache:
 
     def __getattr__(self, name: str) -> Any:
         expected = getattr(self.reference, name)
-        if self._native is None:
+        native = self._native
+        if native is None:
             return expected
-        found = getattr(self._native, name)
+        found = getattr(native, name)
         if not callable(expected):
             assert found == expected, f"{name} is {found} in C++ and {expected} in Python"
             return expected
@@ -38,7 +39,7 @@ class MirroredKVCache:
         def call(*args: Any) -> Any:
             theirs, ours = _outcome(found, args), _outcome(expected, args)
             assert theirs == ours, f"{name}{args} is {theirs} in C++ and {ours} in Python"
-            assert self._native.num_free_blocks == self.reference.num_free_blocks, f"free blocks after {name}{args}"
+            assert native.num_free_blocks == self.reference.num_free_blocks, f"free blocks after {name}{args}"
             if isinstance(ours, Exception):
                 raise ours
             return ours

@@ -31,7 +31,10 @@ def make_spec(*, max_tokens: int, seed: int = 0, stop_ids: tuple[int, ...] = (),
 def reference_kv(scheduler: GroupScheduler) -> ReferenceKVCache:
     """The Python side of a simulated scheduler's books."""
     kv = scheduler._kv
-    return kv.reference if isinstance(kv, MirroredKVCache) else kv
+    if isinstance(kv, MirroredKVCache):
+        return kv.reference
+    assert isinstance(kv, ReferenceKVCache), "a simulated scheduler's books are never in C++ alone"
+    return kv
 
 
 def audit(scheduler: GroupScheduler) -> None:
@@ -155,7 +158,7 @@ class SchedulerSim:
 
     def collect(self) -> list[TokenUpdate]:
         """Applies every group's result of the oldest step in flight."""
-        updates = []
+        updates: list[TokenUpdate] = []
         for scheduler, rank in zip(self.schedulers, self.ranks, strict=True):
             updates += scheduler.apply(StepResult.from_wire(rank.collect().to_wire()))
         self.num_in_flight -= 1
