@@ -54,6 +54,17 @@ def proof(
     return mac.digest()
 
 
+def masked(secret: bytes, nonce: bytes, data: bytes) -> bytes:
+    """32 bytes, made unreadable to whoever does not know the secret; applied again it gives them back.
+
+    Args:
+        nonce: fresh for each `data`; travels with the result.
+    """
+    assert len(data) == SECRET_BYTES, len(data)
+    pad = hmac.digest(secret, b"epruntime control 1: mask" + nonce, "sha256")
+    return bytes(a ^ b for a, b in zip(data, pad, strict=True))
+
+
 def matches(expected: bytes, given: object) -> bool:
     """Constant-time comparison; False for anything that is not bytes."""
     return isinstance(given, bytes) and hmac.compare_digest(expected, given)

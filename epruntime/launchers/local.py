@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from epruntime.comm.control import RankBootstrap
 from epruntime.errors import LaunchError
@@ -39,8 +40,8 @@ class LocalProcess(RankProcess):
     """A rank that is a child of this process, in a session of its own: Ctrl-C in the terminal does not reach it, the
     coordinator decides. What it started itself ends with it."""
 
-    def __init__(self, child: subprocess.Popen[bytes], slot: int) -> None:
-        self._child, self._slot = child, slot
+    def __init__(self, child: subprocess.Popen[bytes], slot: int, on_line: Callable[[str], None]) -> None:
+        self._child, self._slot, self._on_line = child, slot, on_line
         self._loop = asyncio.get_running_loop()
         self.exited = self._loop.create_future()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -122,6 +123,7 @@ class LocalProcess(RankProcess):
         found = _LEVEL.search(line[:80])  # a log line keeps its level; bare output is information
         level = logging.getLevelName(found.group(1).decode()) if found else logging.INFO
         rank_logger.log(level, "[rank %d] %s", self._slot, text)
+        self._on_line(text)
 
 
 class LocalLauncher(Launcher):
@@ -129,13 +131,16 @@ class LocalLauncher(Launcher):
 
     Args:
         entry_module: module run as `python -m`; it gets the bootstrap on its standard input.
+        on_line: called with (slot, line) for each line that a rank writes, besides logging it.
     """
 
     name = "local"
     control_host = None
 
-    def __init__(self, *, entry_module: str = WORKER_MODULE) -> None:
-        self._entry_module = entry_module
+    def __init__(
+        self, *, entry_module: str = WORKER_MODULE, on_line: Callable[[int, str], None] = lambda slot, line: None
+    ) -> None:
+        self._entry_module, self._on_line = entry_module, on_line
 
     async def place(self, num_ranks: int, *, threads_per_rank: int | None, timeout_s: float) -> list[Seat]:
         cores = usable_cores()
@@ -156,7 +161,7 @@ class LocalLauncher(Launcher):
             with await starting as child:  # milliseconds
                 child.kill()
             raise
-        return LocalProcess(child, bootstrap.slot)
+        return LocalProcess(child, bootstrap.slot, lambda line: self._on_line(bootstrap.slot, line))
 
     async def release(self) -> None:
         return None
