@@ -52,7 +52,7 @@ class RankBootstrap:
         secret: 32 random bytes, one value per pool; proves each side to the other and is never sent.
         slot, incarnation, host, local_rank, pool: see RankInfo.
         threads: compute threads of this rank.
-        device: torch device type ("cpu" or "cuda").
+        device: torch device type ("cpu" or "cuda"); device_index: which of that type's devices is this rank's.
         parent_pid: pid of the process that must not be outlived; 0: the launcher's own machinery sees to it.
         connect_timeout_s: seconds to reach the coordinator and end the handshake.
     """
@@ -66,6 +66,7 @@ class RankBootstrap:
     pool: str = "main"
     threads: int = 1
     device: str = "cpu"
+    device_index: int = 0
     parent_pid: int = 0
     connect_timeout_s: float = 60.0
 

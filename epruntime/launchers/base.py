@@ -34,9 +34,11 @@ class RankProcess(ABC):
 
     Attributes:
         exited: done when the process is gone, with how: "exit code 1", "killed by SIGKILL". Never an exception.
+        host: name of the host where it runs, if that may be another than its seat's; else None.
     """
 
     exited: asyncio.Future[str]
+    host: str | None = None
 
     @abstractmethod
     def output_tail(self) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Coroutine
@@ -79,6 +80,7 @@ class RankPool:
         *,
         launcher: str | Launcher = "local",
         ray_address: str | None = None,
+        placement_group: object | None = None,
         threads_per_rank: int | None = None,
         start_timeout_s: float = 120.0,
         heartbeat_timeout_s: float = 10.0,
@@ -90,6 +92,7 @@ class RankPool:
         Args:
             launcher: "local", "ray", or a launcher object.
             ray_address: with "ray", an existing cluster; None starts one on this machine.
+            placement_group: with "ray", the caller's own group to start the ranks in; it is not removed.
             threads_per_rank: compute threads per rank; None divides each host's cores.
             start_timeout_s: seconds within which all must have joined.
             heartbeat_timeout_s: seconds of silence of a rank's progress thread after which it is killed as lost.
@@ -103,7 +106,7 @@ class RankPool:
         if num_ranks < 1:
             raise ConfigError(f"num_ranks={num_ranks}: must be at least 1")
         if isinstance(launcher, str):
-            launcher = make_launcher(launcher, ray_address=ray_address, device=device)
+            launcher = make_launcher(launcher, ray_address=ray_address, placement_group=placement_group, device=device)
         pool = cls(launcher, device=device)
         pool.heartbeat_timeout_s = heartbeat_timeout_s
         try:
@@ -231,7 +234,9 @@ class RankPool:
             connect_timeout_s=timeout_s,
         )
         try:
-            rank.process = await self._launcher.spawn(bootstrap)
+            process = rank.process = await self._launcher.spawn(bootstrap)
+            if process.host is not None:
+                rank.seat = dataclasses.replace(seat, host=process.host)
         except LaunchError as error:
             rank.failed_to_start(error)
             return
@@ -341,7 +346,9 @@ class RankPool:
         task.add_done_callback(group.discard)
 
 
-def make_launcher(name: str, *, ray_address: str | None, device: str) -> Launcher:
+def make_launcher(
+    name: str, *, ray_address: str | None = None, placement_group: object | None = None, device: str = "cpu"
+) -> Launcher:
     """The launcher of that name.
 
     Raises:
@@ -356,7 +363,7 @@ def make_launcher(name: str, *, ray_address: str | None, device: str) -> Launche
             from epruntime.launchers.ray import RayLauncher
         except ModuleNotFoundError as error:
             raise ConfigError(f"launcher='ray' needs Ray ({error}): pip install 'epruntime[ray]'") from error
-        return RayLauncher(address=ray_address, device=device)
+        return RayLauncher(address=ray_address, device=device, placement_group=placement_group)
     raise ConfigError(f"launcher={name!r}: must be local or ray")
 
 

@@ -1,4 +1,5 @@
-"""Pure arithmetic of placing ranks on a Ray cluster: how many threads fit, which bundle becomes which slot."""
+"""Pure arithmetic of placing ranks on a Ray cluster: how many threads fit, which bundle becomes which slot, and which
+GPU is whose."""
 
 from __future__ import annotations
 
@@ -20,6 +21,15 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle of a placement group: its index, its resources by name, and what of them is free."""
+
+    index: int
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlacedSeat:
     """A seat, and the bundle and node that it stands for."""
 
@@ -37,18 +47,54 @@ def threads_that_fit(free_cpus: Sequence[float], num_ranks: int) -> int:
     return best
 
 
-def seats_in_node_order(
-    bundle_nodes: Mapping[int, str], nodes: Sequence[Node], *, first_node: str, threads: int
-) -> list[PlacedSeat]:
-    """Gives slots to bundles so that ranks of one node are neighbours.
+def bundles_for_ranks(free: Sequence[Mapping[str, float]], num_ranks: int, need: Mapping[str, float]) -> list[int]:
+    """Which bundle each rank takes: one rank for each that has room, then a second one, and so on.
 
     Args:
-        bundle_nodes: bundle index -> node id.
+        free: resources by name of each bundle. need: of one rank.
+
+    Returns:
+        num_ranks indices into `free`, ascending; [] if they do not fit.
+    """
+    rooms = [min((int(bundle.get(name, 0.0) // amount) for name, amount in need.items()), default=0) for bundle in free]
+    if sum(rooms) < num_ranks:
+        return []
+    places = sorted((nth, index) for index, room in enumerate(rooms) for nth in range(room))
+    return sorted(index for _, index in places[:num_ranks])
+
+
+def local_device_index(gpu_id: str, visible: str | None) -> int:
+    """The torch device index of the GPU that Ray gave to an actor which sees all GPUs of its node.
+
+    Args:
+        gpu_id: as Ray names it: an entry of the node's CUDA_VISIBLE_DEVICES where that is set, else a number.
+        visible: CUDA_VISIBLE_DEVICES of the actor's process, which is its node's.
+
+    Raises:
+        ValueError: the process does not see that GPU.
+    """
+    entries = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+    if entries:
+        if gpu_id not in entries:
+            raise ValueError(f"Ray gave GPU {gpu_id}, but CUDA_VISIBLE_DEVICES={visible} does not have it")
+        return entries.index(gpu_id)
+    if not gpu_id.isdigit():
+        raise ValueError(f"Ray gave GPU {gpu_id!r}, which is no number, and CUDA_VISIBLE_DEVICES is not set")
+    return int(gpu_id)
+
+
+def seats_in_node_order(
+    taken: Sequence[tuple[int, str]], nodes: Sequence[Node], *, first_node: str, threads: int
+) -> list[PlacedSeat]:
+    """Gives slots to ranks so that those of one node are neighbours.
+
+    Args:
+        taken: bundle index and node id of each rank.
         first_node: id of the node whose ranks come first (the coordinator's).
         threads: compute threads of each seat.
 
     Returns:
-        one entry per bundle, in slot order: the first node's, then by address, then by bundle index.
+        one entry per rank, in slot order: the first node's, then by address, then by bundle index.
     """
     by_id = {node.node_id: node for node in nodes}
 
@@ -58,7 +104,7 @@ def seats_in_node_order(
 
     placed: list[PlacedSeat] = []
     seated: dict[str, int] = {}
-    for slot, (bundle, node_id) in enumerate(sorted(bundle_nodes.items(), key=key)):
+    for slot, (bundle, node_id) in enumerate(sorted(taken, key=key)):
         local_rank = seated.get(node_id, 0)
         seated[node_id] = local_rank + 1
         seat = Seat(slot=slot, host=by_id[node_id].host, local_rank=local_rank, threads=threads)
@@ -66,24 +112,36 @@ def seats_in_node_order(
     return placed
 
 
-def no_room_text(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node], timeout_s: float) -> str:
+def no_room_text(num_ranks: int, need: Mapping[str, float], nodes: Sequence[Node], timeout_s: float) -> str:
     """What was asked and what there is, for the error of a placement that did not come about."""
-    names = list(bundle)
-    lines = [
-        f"  node {node.host} ({node.address}): "
-        + ", ".join(
-            f"{name} {_number((node.free or {}).get(name, 0.0)) if node.free is not None else '?'} free of "
-            f"{_number(node.total.get(name, 0.0))}"
-            for name in names
-        )
-        for node in nodes
-    ]
-    asked = " and ".join(f"{_number(amount)} {name}" for name, amount in bundle.items())
+    lines = [f"  node {node.host} ({node.address}): {_free_of(need, node.free, node.total)}" for node in nodes]
     return (
-        f"Ray found no room for {num_ranks} ranks of {asked} each within {timeout_s:g} s. The cluster has:\n"
+        f"Ray found no room for {_asked(num_ranks, need)} within {timeout_s:g} s. The cluster has:\n"
         + ("\n".join(lines) or "  no alive node")
         + "\nFree some, add nodes, ask for fewer ranks (expert_parallel_size) or threads (threads_per_rank), or wait "
         "longer (start_timeout_s)."
+    )
+
+
+def no_room_in_group_text(num_ranks: int, need: Mapping[str, float], bundles: Sequence[Bundle], group: str) -> str:
+    """The same where the caller gave the placement group."""
+    lines = [f"  bundle {bundle.index}: {_free_of(need, bundle.free, bundle.total)}" for bundle in bundles]
+    return (
+        f"the given placement group {group} has no room for {_asked(num_ranks, need)}. It has:\n"
+        + "\n".join(lines)
+        + "\nMake it with a bundle of that size for each rank (beside what this program itself takes of it), or ask "
+        "for fewer ranks (expert_parallel_size) or threads (threads_per_rank)."
+    )
+
+
+def _asked(num_ranks: int, need: Mapping[str, float]) -> str:
+    return f"{num_ranks} ranks of {' and '.join(f'{_number(amount)} {name}' for name, amount in need.items())} each"
+
+
+def _free_of(need: Mapping[str, float], free: Mapping[str, float] | None, total: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {'?' if free is None else _number(free.get(name, 0.0))} free of {_number(total.get(name, 0.0))}"
+        for name in need
     )
 
 

@@ -31,6 +31,9 @@ def run_rank(bootstrap: RankBootstrap) -> int:
         HandshakeError: the coordinator was not reached, or refused this rank.
     """
     prepare_process(bootstrap.threads)
+    if bootstrap.device == "cuda":
+        # Ranks of a host see the same GPUs in the same order (launchers/ray_actor.py says why): each takes its own.
+        torch.cuda.set_device(bootstrap.device_index)
     with ControlClient.connect(bootstrap, signature=kernel_signature()) as control:
         control.exit_on_hangup()
         stamps = Stamps()

@@ -37,7 +37,7 @@ def test_ranks_of_one_node_are_neighbours_and_the_coordinators_come_first():
     items = list(bundles.items())
     for _ in range(5):
         random.shuffle(items)
-        placed = seats_in_node_order(dict(items), nodes, first_node="a", threads=3)
+        placed = seats_in_node_order(items, nodes, first_node="a", threads=3)
         assert [(p.seat.slot, p.bundle, p.seat.host, p.seat.local_rank) for p in placed] == [
             (0, 0, "host-a", 0),
             (1, 3, "host-a", 1),  # the coordinator's
