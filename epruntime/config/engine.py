@@ -84,7 +84,17 @@ class ParallelConfig:
 
     expert_parallel_size: int = option(1, "number of ranks; each owns a shard of every layer's experts")
     launcher: str = option("local", "what starts the ranks", choices=("local", "ray"))
-    ray_address: str | None = option(None, "address of the Ray cluster; default: start one on this machine")
+    ray_address: str | None = option(
+        None,
+        "address of the Ray cluster, or auto; default: the one that this process is connected to, else one is started "
+        "on this machine",
+    )
+    placement_group: object | None = option(
+        None,
+        "Ray placement group of the caller in which the ranks are started; it is not removed. Default: that of the "
+        "task or actor that makes the engine, if it captures child tasks; else one is made",
+        cli=False,
+    )
     transport: str = option("auto", "all-to-all transport; auto: the best supported", choices=("auto", "local", "gloo"))
     experts_backend: str = option(
         "auto", "expert MLP; auto: the best supported", choices=("auto", "reference", "grouped_mm")

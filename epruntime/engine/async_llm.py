@@ -34,6 +34,7 @@ from epruntime.engine.text_thread import TextThread
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
 from epruntime.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError
+from epruntime.launchers.caller_group import with_callers_group
 from epruntime.launchers.pool import RankPool
 from epruntime.models.loader import inspect_model
 from epruntime.outputs import RequestDelta, RequestOutput
@@ -124,7 +125,7 @@ class AsyncLLM:
             chat_template=config.model.chat_template,
         )
         pool = rank_pool
-        parallel = config.parallel
+        parallel = with_callers_group(config.parallel)
         # a rank that is silent is lost before a step that waits for it is overdue
         heartbeat_timeout_s = min(parallel.heartbeat_timeout_s, 0.8 * parallel.step_timeout_s)
         if pool is None:
@@ -132,6 +133,7 @@ class AsyncLLM:
                 parallel.expert_parallel_size,
                 launcher=parallel.launcher,
                 ray_address=parallel.ray_address,
+                placement_group=parallel.placement_group,
                 threads_per_rank=parallel.threads_per_rank,
                 start_timeout_s=parallel.start_timeout_s,
                 heartbeat_timeout_s=heartbeat_timeout_s,

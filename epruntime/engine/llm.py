@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -17,6 +18,7 @@ from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.processor import Prompt
 from epruntime.engine.ranks import Ranks
 from epruntime.errors import InvalidRequestError
+from epruntime.launchers.caller_group import with_callers_group
 from epruntime.outputs import RequestOutput
 from epruntime.sampling_params import SamplingParams
 
@@ -42,7 +44,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, ranks: Ranks | None = None, **options: Any) -> None:
-        self.config = EngineConfig.from_kwargs(model=str(model), **options)
+        config = EngineConfig.from_kwargs(model=str(model), **options)
+        self.config = dataclasses.replace(config, parallel=with_callers_group(config.parallel))
         own_loop = ranks is None
         self._loop_thread = LoopThread() if ranks is None else ranks.loop_thread
         try:

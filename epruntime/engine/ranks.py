@@ -20,7 +20,8 @@ class Ranks:
     Args:
         num_ranks: rank processes to start.
         launcher: "local", "ray", or a launcher object.
-        ray_address: an existing cluster; None starts one on this machine.
+        ray_address: an existing cluster; None starts one on this machine, unless this process is connected to one.
+        placement_group: with "ray", the caller's own group to start the ranks in; it is not removed.
         threads_per_rank: compute threads; None divides this host's cores.
         start_timeout_s: seconds within which all must have started.
 
@@ -34,6 +35,7 @@ class Ranks:
         *,
         launcher: str | Launcher = "local",
         ray_address: str | None = None,
+        placement_group: object | None = None,
         threads_per_rank: int | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
@@ -44,6 +46,7 @@ class Ranks:
                     num_ranks,
                     launcher=launcher,
                     ray_address=ray_address,
+                    placement_group=placement_group,
                     threads_per_rank=threads_per_rank,
                     start_timeout_s=start_timeout_s,
                 )
