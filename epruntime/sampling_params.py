@@ -11,6 +11,8 @@ from typing import Any
 from epruntime.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
+#: Of tokens, and the largest token id: what the wire forms hold.
+MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIASES = 64, 1024, 1024
@@ -88,7 +90,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]")
         if self.top_p <= 0.0:
             raise InvalidRequestError("must be in (0, 1]; use 1 to keep all tokens", field="top_p", value=self.top_p)
-        _integer("top_k", self.top_k, -1, 2**31 - 1, "use 0 to keep all tokens, or a positive number")
+        _integer("top_k", self.top_k, -1, MAX_COUNT, f"use 0 to keep all tokens, or a number in 1..{MAX_COUNT}")
         _number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]; use 0 to keep all tokens")
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be positive; use 1 for none")
         if self.repetition_penalty <= 0.0:
@@ -100,8 +102,8 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED, "must be in [0, 2**63)")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "must be at least 1")
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "must be at least 0")
+            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT, f"must be in 1..{MAX_COUNT}")
+        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT, f"must be in 0..{MAX_COUNT}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"must be at most max_tokens={self.max_tokens}", field="min_tokens", value=self.min_tokens
@@ -116,7 +118,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError("stop strings must be non-empty strings", field="stop", value=text)
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1, "token ids are non-negative integers")
+            _integer("stop_token_ids", token, 0, MAX_COUNT, f"token ids are integers in 0..{MAX_COUNT}")
 
     def to_wire(self) -> dict[str, Any]:
         """A msgpack-ready dict of all fields."""
@@ -162,7 +164,7 @@ def _biases(value: Any) -> dict[int, float]:
             f"at most {MAX_LOGIT_BIASES} are taken", field="logit_bias", value=f"{len(value)} of them"
         )
     for token, bias in value.items():
-        _integer("logit_bias", token, 0, 2**31 - 1, "token ids are non-negative integers")
+        _integer("logit_bias", token, 0, MAX_COUNT, f"token ids are integers in 0..{MAX_COUNT}")
         _number("logit_bias", bias, -100.0, 100.0, f"the bias of token {token} must be in [-100, 100]")
     return {token: float(bias) for token, bias in value.items()}
 

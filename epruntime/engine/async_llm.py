@@ -23,7 +23,7 @@ from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.observer import EngineObserver, Observers
 from epruntime.engine.output_collector import OutputCollector
-from epruntime.engine.processor import InputProcessor, Limits, Prompt
+from epruntime.engine.processor import InputProcessor, Limits, Prompt, size_of
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.sequence_state import SequenceState
@@ -203,7 +203,7 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, {"prompt_token_ids": [...]}, {"prompt": text} or {"messages": [...]} (chat
-                template). Text becomes ids on a thread of its own, in order of arrival.
+                template). Text becomes ids on a thread of its own, in order of arrival; long text on another.
             sampling_params: None: the model's defaults.
             request_id: unique among live requests; drawn when absent.
 
@@ -251,7 +251,7 @@ class AsyncLLM:
             QueueFullError: max_queued_requests texts wait already. UnavailableError: the engine was shut down.
         """
         self._check_text_queue()
-        return await self._text_thread.run(lambda: self._processor.tokens(prompt))
+        return await self._text_thread.run(lambda: self._processor.tokens(prompt), size=size_of(prompt))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids.
@@ -262,7 +262,7 @@ class AsyncLLM:
         """
         self._check_text_queue()
         return await self._text_thread.run(
-            lambda: self._processor.text(token_ids, skip_special_tokens=skip_special_tokens)
+            lambda: self._processor.text(token_ids, skip_special_tokens=skip_special_tokens), size=size_of(token_ids)
         )
 
     async def abort(self, request_id: str) -> None:
@@ -359,7 +359,8 @@ class AsyncLLM:
         job = self._text_thread.submit(
             lambda: self._processor.process(
                 prompt, state.params, rid=rid, request_id=state.request_id, arrival_time=state.metrics.arrival_time
-            )
+            ),
+            size=size_of(prompt),
         )
         job.add_done_callback(state.wake)
         try:

@@ -14,6 +14,12 @@ from epruntime.sampling_params import SamplingParams
 
 #: a string, token ids, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}
 Prompt = str | Sequence[int] | dict[str, Any]
+#: Ids that are made into text at once.
+MAX_DETOKENIZED = 2**20
+#: Messages in one chat, and parts in one message.
+MAX_MESSAGES = 2**14
+#: What a chat message counts beside its content, in `size_of`: the template's work for it.
+_MESSAGE_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +64,7 @@ class InputProcessor:
         """Raises InvalidRequestError for whatever cannot be served."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
-        self._check_length(prompt)
-        text, ids = self.tokens(prompt)
+        text, ids = self.tokens(prompt, bounded=True)
         self._check(ids, params)
         room = self.limits.max_model_len - len(ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -101,6 +106,10 @@ class InputProcessor:
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises InvalidRequestError: no tokenizer, or ids outside the vocabulary."""
         tokenizer = self._need_tokenizer("token_ids")
+        if isinstance(token_ids, (list, tuple)) and len(token_ids) > MAX_DETOKENIZED:
+            raise InvalidRequestError(
+                f"at most {MAX_DETOKENIZED} are taken at once", field="token_ids", value=f"{len(token_ids)} of them"
+            )
         ids = _token_list(token_ids)
         self._check_vocabulary("token_ids", ids)
         try:
@@ -108,12 +117,16 @@ class InputProcessor:
         except Exception as error:  # models may have ids that their tokenizer has not, and each kind raises its own
             raise InvalidRequestError(f"the tokenizer cannot read them: {error}", field="token_ids") from error
 
-    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def tokens(self, prompt: Prompt, *, bounded: bool = False) -> tuple[str | None, list[int]]:
         """The text of a prompt, where it has one, and its ids.
+
+        Args:
+            bounded: what is certainly too long for the model is refused before time is spent on its tokens.
 
         Raises:
             InvalidRequestError: it cannot be read, or is text and there is no tokenizer.
         """
+        check = self._check_text if bounded else _anything
         if isinstance(prompt, dict):
             known = {"prompt", "prompt_token_ids", "messages"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
@@ -123,19 +136,21 @@ class InputProcessor:
                     value=sorted(map(str, prompt)),
                 )
             if "prompt_token_ids" in prompt:
-                return None, _token_list(prompt["prompt_token_ids"])
+                return None, self._ids(prompt["prompt_token_ids"], bounded=bounded)
             if "messages" in prompt:
-                return self._need_tokenizer("messages").encode_chat(prompt["messages"])
+                return self._need_tokenizer("messages").encode_chat(prompt["messages"], check=check)
             prompt = prompt["prompt"]
         if isinstance(prompt, (list, tuple)):
-            return None, _token_list(prompt)
+            return None, self._ids(prompt, bounded=bounded)
         if not isinstance(prompt, str):
             raise InvalidRequestError(
                 "must be a string, a list of token ids, or a dict with 'prompt_token_ids' or 'messages'",
                 field="prompt",
                 value=prompt,
             )
-        return prompt, self._need_tokenizer("prompt").encode(prompt)
+        tokenizer = self._need_tokenizer("prompt")
+        check(prompt)
+        return prompt, tokenizer.encode(prompt)
 
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -144,12 +159,14 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _check_length(self, prompt: Prompt) -> None:
-        """Refuses a text that is too long whatever its tokens, before the time is spent on tokenising it."""
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if self.tokenizer is None or not isinstance(text, str):
-            return
-        num = self.tokenizer.tokens_at_least(text)
+    def _ids(self, value: Any, *, bounded: bool) -> list[int]:
+        if bounded and isinstance(value, (list, tuple)) and len(value) >= self.limits.max_model_len:
+            raise self._too_long(f"{len(value)} tokens")
+        return _token_list(value)
+
+    def _check_text(self, text: str) -> None:
+        """Refuses a text that is too long whatever its tokens."""
+        num = self._need_tokenizer("prompt").tokens_at_least(text)
         if num >= self.limits.max_model_len:
             raise self._too_long(f"at least {num} tokens")
 
@@ -182,6 +199,22 @@ class InputProcessor:
             raise self._too_long(f"{len(ids)} tokens")
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
+
+
+def size_of(prompt: Any) -> int:
+    """About how much work it is to make ids of a prompt, in characters or ids; whatever it is."""
+    if isinstance(prompt, dict):
+        prompt = next(iter(prompt.values()), None)
+    if not isinstance(prompt, (str, list, tuple)):
+        return 0
+    size = len(prompt)
+    if prompt and isinstance(prompt[0], dict):
+        contents = [message.get("content") for message in prompt if isinstance(message, dict)]
+        size = _MESSAGE_SIZE * size + sum(len(content) for content in contents if isinstance(content, str))
+    return size
+
+
+def _anything(_: str) -> None: ...
 
 
 def _token_list(value: Any) -> list[int]:

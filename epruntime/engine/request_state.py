@@ -179,7 +179,7 @@ class RequestState:
         if found is None:
             return self.fetch()
         # a long prompt has many: making their texts must not keep the others waiting
-        entries = await thread.run(lambda: self._prompt_entries(found))
+        entries = await thread.run(lambda: self._prompt_entries(found), size=len(found))
         delta = self.fetch()
         delta.prompt_logprobs = entries
         return delta

@@ -1,4 +1,7 @@
-"""TextThread: one thread beside the event loop for work on texts that may be long (tokenising, chat templates)."""
+"""TextThread: work on texts (tokenising, chat templates) beside the event loop.
+
+One thread, and another for long texts, so that these keep short ones waiting only for the processor.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from epruntime.errors import UnavailableError
 
 T = TypeVar("T")
 
+#: Characters or token ids from which on a text is long: some hundredths of a second of most tokenizers.
+LONG = 2**16
+
 
 class TextThread:
-    """Does jobs one after another, in the order in which they came.
+    """Does short jobs one after another in the order in which they came, and beside them the long ones likewise.
 
     Attributes:
         num_jobs: jobs that wait or run, and are wanted.
@@ -21,11 +27,16 @@ class TextThread:
 
     def __init__(self) -> None:
         self.num_jobs = 0
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epruntime-text")
+        self._short, self._long = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"epruntime-{name}") for name in ("text", "long-text")
+        )
         self._closed = False
 
-    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, job: Callable[[], T], *, size: int = 0) -> asyncio.Future[T]:
         """Queues a job. Cancelling the future takes it back, or leaves its result alone if it runs already.
+
+        Args:
+            size: how long its text is, in characters or token ids; see LONG.
 
         Raises:
             UnavailableError: the thread is closed.
@@ -33,7 +44,8 @@ class TextThread:
         if self._closed:
             raise _closed()
         box: list[Callable[[], T]] = [job]
-        future = asyncio.wrap_future(self._executor.submit(_open, box))
+        executor = self._long if size >= LONG else self._short
+        future = asyncio.wrap_future(executor.submit(_open, box))
         self.num_jobs += 1
 
         def done(_: object) -> None:
@@ -45,13 +57,13 @@ class TextThread:
         future.add_done_callback(done)
         return future
 
-    async def run(self, job: Callable[[], T]) -> T:
+    async def run(self, job: Callable[[], T], *, size: int = 0) -> T:
         """Does a job and returns its result. A caller that is cancelled does not wait for it.
 
         Raises:
             what the job raises. UnavailableError: the thread was closed first.
         """
-        future = self.submit(job)
+        future = self.submit(job, size=size)
         try:
             return await future
         except asyncio.CancelledError:
@@ -63,7 +75,8 @@ class TextThread:
     def close(self) -> None:
         """Takes no more jobs and forgets those not begun; does not wait. Safe to call again."""
         self._closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._short, self._long):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _open(box: list[Any]) -> Any:

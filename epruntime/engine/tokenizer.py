@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,13 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, check: Callable[[str], None] | None = None
+    ) -> tuple[str, list[int]]:
         """Renders chat messages through the model's chat template.
+
+        Args:
+            check: called with the rendered prompt before it is tokenised; what it raises ends this.
 
         Returns:
             The rendered prompt and its ids; the template writes all special tokens, so none is added.
@@ -73,6 +78,8 @@ class Tokenizer:
             text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template is a program that came with the model, and raises what it likes
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from error
+        if check is not None:
+            check(text)
         return text, self._encode(text, add_special_tokens=False)
 
     def tokens_at_least(self, text: str) -> int:

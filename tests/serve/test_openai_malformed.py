@@ -9,12 +9,20 @@ import time
 
 import httpx2
 import openai
+import pydantic
 import pytest
 from http_serving import HttpServing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from epruntime.serve.openai.fields import FIXED, IGNORED, ChatFields, CompletionFields
+from epruntime.serve.openai.fields import (
+    FIXED,
+    IGNORED,
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeFields,
+)
 
 MIB = 2**20
 JSON = {"Content-Type": "application/json"}
@@ -73,7 +81,8 @@ def test_no_json_or_no_object(http, body):
         ("seed", -1), ("seed", 2**63), ("seed", "x"), ("stop", ""), ("stop", [""]), ("stop", 1), ("stop", [1]),
         ("stop", ["a"] * 65), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logprobs", 21), ("logprobs", True),
         ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 1}), ("logit_bias", [1]),
-        ("logit_bias", {"1": "x"}), ("logit_bias", {"9" * 5000: 1}), ("stream", "yes"), ("stream_options", {}),
+        ("logit_bias", {"1": "x"}), ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {"9" * 5000: 1}),
+        ("stream", "yes"), ("stream_options", {}),
         ("ignore_eos", 1), ("skip_special_tokens", "no"), ("prompt_logprobs", 21), ("model", 7), ("echo", 1),
         ("best_of", 2), ("suffix", "x"), ("tools", [{}]), ("no_such_field", 1), ("include_stop_str_in_output", True),
     ],
@@ -149,6 +158,42 @@ def test_fields_without_effect_are_ignored(http):
         "best_of": None, "no_such_field": None, "prediction": {"type": "content", "content": "x"},
     }  # fmt: skip
     assert http.post(CHAT, json={"messages": USER, **ignored}).status_code == 200
+
+
+def _errors(kind: type[pydantic.BaseModel], given: dict) -> int:
+    try:
+        kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 1.5, "a", True, [], [None], [1.5], {}])
+@pytest.mark.parametrize("kind", [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields])
+def test_many_wrong_items_are_one_error(kind, wrong):
+    """An error for each of the millions of items that a body can hold would keep everything else waiting."""
+    lists = [name for name, field in kind.model_fields.items() if "list[" in str(field.annotation).lower()]
+    assert lists
+    for name in lists:
+        given = {"messages": [], "prompt": "a", "tokens": []} | {name: [wrong] * 1000}
+        assert _errors(kind, {key: value for key, value in given.items() if key in kind.model_fields}) < 10, name
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (COMPLETIONS, "prompt", [[1]] * 100_000), (COMPLETIONS, "stop", ["a"] * 100_000),
+        (COMPLETIONS, "stop_token_ids", [1] * 100_000), (COMPLETIONS, "logit_bias", {str(i): 1 for i in range(50_000)}),
+        (CHAT, "messages", USER * 20_000), (CHAT, "messages", [{"role": "user", "content": ["a"] * 100_000}]),
+        ("/tokenize", "messages", USER * 20_000), (COMPLETIONS, "", {f"x{i}": 1 for i in range(50_000)}),
+    ],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_more_than_is_ever_taken(http, path, field, value):
+    error = _error(http.post(path, json={field: value} if field else value))
+    assert (error["param"] or "").split(".")[0] == field
+    assert "000" in error["message"]
+    assert len(error["message"]) < 500
 
 
 def test_other_paths_methods_and_types(http):

@@ -16,6 +16,7 @@ from fake_engine import LETTERS, MAX_MODEL_LEN, VOCAB, fake_engine
 from epruntime.engine.async_llm import AsyncLLM
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.status import EngineState
+from epruntime.engine.text_thread import LONG
 from epruntime.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -426,6 +427,22 @@ def test_tokenize_and_detokenize() -> None:
                     await engine.detokenize(ids)  # type: ignore[arg-type]
             with pytest.raises(InvalidRequestError):
                 await engine.tokenize(7)
+
+    _run(body)
+
+
+def test_a_long_text_keeps_no_short_one_waiting() -> None:
+    async def body() -> None:
+        async with fake_engine() as (engine, _, tokenizer):
+            long = "x" * LONG
+            tokenizer.delays[long] = 1.0
+            asked = asyncio.ensure_future(engine.tokenize(long))
+            await _until(lambda: tokenizer.encoded == [long])
+            await _collect(engine, "abc", _params(max_tokens=1))
+            assert (await engine.tokenize("a"))[1] == [0]
+            assert await engine.detokenize([1]) == "b"
+            assert not asked.done()
+            assert len((await asked)[1]) == LONG
 
     _run(body)
 

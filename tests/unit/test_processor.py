@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from epruntime.config import EngineConfig
-from epruntime.engine.processor import InputProcessor, Limits
+from epruntime.engine.processor import InputProcessor, Limits, size_of
 from epruntime.errors import ConfigError, InvalidRequestError, status_of
 from epruntime.plan import NewRequest, SamplingSpec, StepPlan
 from epruntime.sampling_params import SamplingParams
@@ -237,3 +237,59 @@ def test_engine_options() -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             EngineConfig.from_kwargs(model="m", **bad)
+
+
+class _Template:
+    """A tokenizer whose texts are refused by length; making ids of one would fail."""
+
+    has_chat_template = True
+
+    def tokens_at_least(self, text: str) -> int:
+        return len(text) // 10
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("tokenised")
+
+    def encode_chat(self, messages, *, check=None):  # type: ignore[no-untyped-def]
+        if check is not None:
+            check("".join(message["content"] for message in messages))
+        raise AssertionError("tokenised")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a" * 320, {"prompt": "a" * 320}, {"messages": [{"role": "user", "content": "a" * 320}]}, ["no id"] * 32,
+     {"prompt_token_ids": ["no id"] * 32}],
+)  # fmt: skip
+def test_what_is_certainly_too_long_is_not_looked_at(prompt: object) -> None:
+    with pytest.raises(InvalidRequestError, match="32 tokens and max_model_len is 32"):
+        InputProcessor(_Template(), LIMITS).process(  # type: ignore[arg-type]
+            prompt,
+            SamplingParams(),
+            rid=7,
+            request_id="r",
+            arrival_time=0.0,  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "size"),
+    [
+        ("abc", 3), ([1, 2], 2), ({"prompt": "abcd"}, 4), ({"prompt_token_ids": [1]}, 1), ({}, 0), (None, 0), (7, 0),
+        ({"messages": [{"role": "user", "content": "a" * 1000}] * 3}, 3 * (1000 + 64)), ({"messages": [{}, 1]}, 128),
+    ],
+)  # fmt: skip
+def test_how_much_work_a_prompt_is(prompt: object, size: int) -> None:
+    assert size_of(prompt) == size
+
+
+def test_ids_that_are_made_into_text_at_once_are_bounded() -> None:
+    with pytest.raises(InvalidRequestError, match="at most 1048576"):
+        InputProcessor(_Template(), LIMITS).text([1] * (2**20 + 1), skip_special_tokens=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "top_k", "stop_token_ids", "logit_bias"])
+def test_the_remedy_of_a_number_that_is_too_large_names_the_largest(field: str) -> None:
+    value: object = {"stop_token_ids": [2**31], "logit_bias": {2**31: 1}}.get(field, 2**31)
+    with pytest.raises(InvalidRequestError, match=r"\.\.2147483647"):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]

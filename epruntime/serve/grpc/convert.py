@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+from epruntime.engine.processor import MAX_MESSAGES
 from epruntime.errors import InvalidRequestError
 from epruntime.proto import inference_pb2 as pb
 from epruntime.serve.expert_load import expert_load
@@ -55,6 +56,9 @@ def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | dict[st
         return {"prompt_token_ids": list(request.token_ids.ids)}
     if not request.chat.messages:
         raise InvalidRequestError("has no messages; send at least one", field="chat")
+    num = len(request.chat.messages)
+    if num > MAX_MESSAGES:
+        raise InvalidRequestError(f"at most {MAX_MESSAGES} messages are taken", field="chat", value=f"{num} of them")
     for number, message in enumerate(request.chat.messages):
         if not message.role:
             raise InvalidRequestError(
@@ -70,7 +74,7 @@ def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
         given["max_tokens"] = None
     given.update({name: tuple(getattr(message, name)) for name in _LISTS if getattr(message, name)})
     if message.logit_bias:
-        given["logit_bias"] = dict(message.logit_bias)
+        given["logit_bias"] = message.logit_bias
     return given
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from epruntime.errors import InvalidRequestError
 from epruntime.serve.openai import json
 from epruntime.serve.openai.errors import HttpError
+from epruntime.serve.openai.fields import check_sizes
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -43,6 +44,7 @@ async def read(request: Request, kind: type[M], limit: int) -> M:
     value = json.decode(await _read(request, limit))
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    check_sizes(value)
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:

@@ -91,10 +91,12 @@ class Endpoints:
         self._check_model(engine, sent.model)
         if (sent.prompt is None) == (sent.messages is None):
             raise InvalidRequestError("send either prompt or messages", field="prompt")
-        _, ids = await engine.tokenize(sent.prompt if sent.messages is None else chat_of(sent.messages))
+        prompt = sent.prompt if sent.messages is None else chat_of(sent.messages)
+        _, ids = await unless_gone(engine.tokenize(prompt), request)
         texts = None
         if sent.return_token_strs:
-            texts = [await engine.detokenize([token]) for token in ids]
+            known = await unless_gone(_texts(engine, set(ids)), request)
+            texts = [known[token] for token in ids]
         limit = engine.model_info["max_model_len"]
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
@@ -103,7 +105,7 @@ class Endpoints:
         check_extra(sent)
         engine = self._gate.reach()
         self._check_model(engine, sent.model)
-        return _json({"prompt": await engine.detokenize(sent.tokens)})
+        return _json({"prompt": await unless_gone(engine.detokenize(sent.tokens), request)})
 
     async def _read(self, request: Request, kind: type[F]) -> F:
         sent = await body.read(request, kind, self._limit)
@@ -140,6 +142,10 @@ class Endpoints:
             "parent": None,
             "max_model_len": info["max_model_len"],
         }
+
+
+async def _texts(engine: Engine, tokens: set[int]) -> dict[int, str]:
+    return {token: await engine.detokenize([token]) for token in tokens}
 
 
 def _head(engine: Engine, job: Job, kind: str) -> Head:

@@ -5,11 +5,28 @@ A field that is null counts as absent. Types are strict: "2" is no number and 1.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from epruntime.engine.processor import MAX_MESSAGES
 from epruntime.errors import InvalidRequestError
+from epruntime.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from epruntime.serve.openai.prompts import MAX_PROMPTS
+
+T = TypeVar("T")
+#: The first wrong item is told; without that, megabytes of wrong ones would each become an error with words.
+List = Annotated[list[T], Field(fail_fast=True)]
+
+#: Entries of a body and of its fields, so that what is refused anyway is not read item by item.
+MAX_FIELDS = 256
+_MAX_ENTRIES = {
+    "logit_bias": MAX_LOGIT_BIASES,
+    "messages": MAX_MESSAGES,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+}
 
 #: Fields of OpenAI's API that say nothing about the answer, or only how the provider should run.
 IGNORED = frozenset({
@@ -63,14 +80,14 @@ class Fields(BaseModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: List[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -87,7 +104,7 @@ class Fields(BaseModel):
 class CompletionFields(Fields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -105,7 +122,7 @@ class CompletionFields(Fields):
 class ChatFields(Fields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: List[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -123,7 +140,7 @@ class TokenizeFields(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: List[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -133,7 +150,22 @@ class DetokenizeFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: List[int]
+
+
+def check_sizes(value: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for a body that has more of something than is ever taken."""
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequestError(f"the body has {len(value)} fields; at most {MAX_FIELDS} are taken")
+    for name, limit in _MAX_ENTRIES.items():
+        given = value.get(name)
+        if isinstance(given, (list, dict)) and len(given) > limit:
+            raise InvalidRequestError(f"at most {limit} are taken", field=name, value=f"{len(given)} of them")
+    prompts = value.get("prompt")
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and isinstance(prompts[0], (str, list)):
+        raise InvalidRequestError(
+            f"has {len(prompts)} prompts, and one request takes {MAX_PROMPTS}: send several", field="prompt"
+        )
 
 
 def check_extra(body: BaseModel) -> None:

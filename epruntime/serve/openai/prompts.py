@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from epruntime.engine.processor import MAX_MESSAGES
 from epruntime.errors import InvalidRequestError
 
 #: Prompts in one request; each counts as a request of its own in the queue.
@@ -16,7 +17,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     """One prompt, or one for each member of a list.
 
     Raises:
-        InvalidRequestError: there is none, one is empty, or there are too many.
+        InvalidRequestError: there is none, or one is empty.
     """
     if isinstance(prompt, str):
         return [_text(prompt)]
@@ -24,10 +25,6 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
         raise InvalidRequestError("is empty; send text or token ids", field="prompt")
     if isinstance(prompt[0], int):
         return [{"prompt_token_ids": prompt}]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"has {len(prompt)} prompts, and one request takes {MAX_PROMPTS}: send several", field="prompt"
-        )
     return [_text(one) if isinstance(one, str) else _ids(one) for one in prompt]
 
 
@@ -75,6 +72,10 @@ def _content(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError("must be a string, or a list of parts of type text", field=where, value=content)
+    if len(content) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"at most {MAX_MESSAGES} parts are taken", field=where, value=f"{len(content)} of them"
+        )
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):

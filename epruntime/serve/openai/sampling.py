@@ -60,7 +60,9 @@ def chat_params(engine: Engine, body: ChatFields) -> SamplingParams:
 def _given(body: Fields) -> dict[str, Any]:
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
-        given["logit_bias"] = {_token(text): bias for text, bias in body.logit_bias.items()}
+        given["logit_bias"] = biases = {_token(text): bias for text, bias in body.logit_bias.items()}
+        if len(biases) < len(body.logit_bias):
+            raise InvalidRequestError("names a token twice, such as 1 and 01", field="logit_bias")
     return given
 
 
