@@ -123,6 +123,8 @@ class ParallelConfig:
         _check_fields(self)
         _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank", "max_restarts")
         _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
+        if self.placement_group is not None and self.launcher != "ray":
+            raise ConfigError(f"placement_group is of Ray, and launcher={self.launcher!r}: set launcher='ray'")
 
 
 @dataclass(frozen=True, kw_only=True)

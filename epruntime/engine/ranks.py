@@ -6,6 +6,7 @@ from types import TracebackType
 
 from epruntime.engine.loop_thread import LoopThread, call_at_end
 from epruntime.launchers.base import Launcher
+from epruntime.launchers.caller_group import callers_group
 from epruntime.launchers.pool import RankPool
 
 
@@ -39,6 +40,7 @@ class Ranks:
         threads_per_rank: int | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
+        group = callers_group(launcher, placement_group)
         self.loop_thread = LoopThread("epruntime-ranks")
         try:
             self.pool: RankPool = self.loop_thread.run(
@@ -46,7 +48,7 @@ class Ranks:
                     num_ranks,
                     launcher=launcher,
                     ray_address=ray_address,
-                    placement_group=placement_group,
+                    placement_group=group,
                     threads_per_rank=threads_per_rank,
                     start_timeout_s=start_timeout_s,
                 )
