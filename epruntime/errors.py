@@ -101,6 +101,19 @@ class LaunchError(EPRuntimeError):
     """Ranks could not be started within the deadline; says what was asked and what there is."""
 
 
+class PreflightError(EPRuntimeError):
+    """Preflight found what would keep ranks from working; nothing was loaded.
+
+    Args:
+        message: the findings, with their remedies. verdict: an epruntime.preflight.verdict.Verdict; None where the
+            error came from another process.
+    """
+
+    def __init__(self, message: str, *, verdict: Any = None) -> None:
+        self.verdict = verdict
+        super().__init__(message)
+
+
 class HandshakeError(EPRuntimeError):
     """A peer on the control channel failed the challenge, or runs other code (kernel signature)."""
 

@@ -27,6 +27,7 @@ class Phase(enum.IntEnum):
     SAMPLE = 4
     STATS = 5
     UNLOAD = 6
+    PREFLIGHT = 7
 
 
 class Collective(enum.IntEnum):

@@ -116,6 +116,9 @@ class ParallelConfig:
         "seconds of silence of a rank's progress thread after which the rank counts as lost; at most 0.8 of "
         "step_timeout_s",
     )
+    preflight: bool = option(
+        True, "before the model is loaded, check versions, memory, limits, addresses and the network of all ranks"
+    )
     restart: bool = option(False, "replace lost ranks and load the model again, instead of ending the engine")
     max_restarts: int = option(3, "restarts within an hour, after which a lost rank ends the engine")
 

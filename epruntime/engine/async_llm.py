@@ -23,6 +23,7 @@ from epruntime.engine.live_requests import LiveRequests
 from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.observer import EngineObserver, Observers
 from epruntime.engine.output_collector import OutputCollector
+from epruntime.engine.preflight import Preflight
 from epruntime.engine.processor import InputProcessor, Limits, Prompt, size_of
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
@@ -114,9 +115,10 @@ class AsyncLLM:
         Raises:
             UnsupportedModelError, CheckpointError: before any process starts where possible.
             LaunchError, RankLostError: ranks did not start, or died while loading.
+            PreflightError: hosts, settings or network would not work (unless config.parallel.preflight is off).
         """
         path = Path(config.model.model)
-        await asyncio.to_thread(inspect_model, path)
+        info = await asyncio.to_thread(inspect_model, path, dtype=config.model.dtype)
         tokenizer_path = config.model.tokenizer
         tokenizer = await asyncio.to_thread(
             load_tokenizer,
@@ -140,7 +142,8 @@ class AsyncLLM:
             )
         pool.heartbeat_timeout_s = heartbeat_timeout_s
         try:
-            group = await ModelGroup.load(config, pool, progress=progress)
+            preflight = Preflight(config, info) if parallel.preflight else None
+            group = await ModelGroup.load(config, pool, progress=progress, preflight=preflight)
             return cls(config, group, pool, tokenizer, own_pool=rank_pool is None)
         except BaseException:
             if rank_pool is None:

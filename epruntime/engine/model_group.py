@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
 from epruntime.config import EngineConfig
-from epruntime.engine import blame
-from epruntime.errors import ConfigError, EngineDeadError, EPRuntimeError, RankLostError
+from epruntime.engine.gather import GRACE_S, gather
+from epruntime.engine.membership import form
+from epruntime.engine.preflight import Preflight
+from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
 from epruntime.launchers.pool import RankHandle, RankPool
 
 logger = logging.getLogger("epruntime.engine.model_group")
 
-#: How much later than a rank the coordinator gives up, so that the rank's own error, which says whom it waited for,
-#: comes first.
-_GRACE_S = 3.0
 _UNLOAD_TIMEOUT_S = 60.0
 
 
@@ -61,49 +59,24 @@ class ModelGroup:
 
     @classmethod
     async def load(
-        cls, config: EngineConfig, pool: RankPool, *, progress: Callable[[str, int, int], None] | None = None
+        cls,
+        config: EngineConfig,
+        pool: RankPool,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        preflight: Preflight | None = None,
     ) -> ModelGroup:
         """Raises whatever a rank raised: the first error in rank order, a lost rank before all others.
 
-        A rank that does not answer in time is killed, and named as lost.
+        A rank that does not answer in time is killed, and named as lost. With `preflight` ranks and network are looked
+        at first: PreflightError says what is wrong with them, and no weight is read.
         """
-        parallel, cache, scheduler = config.parallel, config.cache, config.scheduler
-        size = parallel.expert_parallel_size
-        if size > len(pool.ranks):
-            raise ConfigError(f"expert_parallel_size={size}, but the pool has {len(pool.ranks)} ranks")
-        ranks = list(pool.ranks[:size])
-        generation = pool.next_generation()
-        host, port = pool.store_address
-        hosts = [rank.info.host for rank in ranks]
-        configured = await _gather(
-            ranks,
-            [
-                rank.call(
-                    "configure",
-                    generation=generation,
-                    ep_rank=index,
-                    world_size=size,
-                    store_host=host,
-                    store_port=port,
-                    hosts=hosts,
-                    transport=parallel.transport,
-                    experts_backend=parallel.experts_backend,
-                    invariance=parallel.invariance,
-                    exchange_budget_tokens=parallel.exchange_budget_tokens,
-                    step_timeout_s=parallel.step_timeout_s,
-                    threads=parallel.threads_per_rank,
-                    slots=[rank.info.slot for rank in ranks],
-                )
-                for index, rank in enumerate(ranks)
-            ],
-            what="'configure'",
-            limit_s=parallel.step_timeout_s + _GRACE_S,
-            option="step_timeout_s",
-        )
-        _log_addresses(ranks, configured)
+        membership = await form(config, pool, preflight)
+        ranks, hosts, parallel = membership.ranks, membership.hosts, config.parallel
+        cache, scheduler, size = config.cache, config.scheduler, len(ranks)
         memory = cache.kv_cache_memory_gb
         try:
-            loaded = await _gather(
+            loaded = await gather(
                 ranks,
                 [
                     rank.call(
@@ -132,16 +105,16 @@ class ModelGroup:
         return cls(
             pool,
             ranks,
-            generation=generation,
+            generation=membership.generation,
             step_timeout_s=parallel.step_timeout_s,
-            transport=configured[0]["transport"],
+            transport=membership.transport,
             loaded=loaded,
         )
 
     async def stats(self) -> list[dict[str, Any]]:
         """One dict per rank: who it is, and its own statistics."""
         # Ranks answer between steps, so up to two plans come first.
-        timeout_s = 2 * self._step_timeout_s + _GRACE_S
+        timeout_s = 2 * self._step_timeout_s + GRACE_S
         replies = await asyncio.gather(*(rank.call("stats", timeout_s=timeout_s) for rank in self.ranks))
         out = []
         for rank, reply, blocks, report in zip(self.ranks, replies, self.num_kv_blocks, self.load_reports, strict=True):
@@ -176,24 +149,9 @@ class ModelGroup:
         return self._pool.on_lost(mine)
 
 
-def _log_addresses(ranks: list[RankHandle], configured: list[dict[str, Any]]) -> None:
-    """One line per rank: what to look at first when hosts do not reach each other."""
-    for rank, reply in zip(ranks, configured, strict=True):
-        if "address" in reply:  # the only rank has none
-            logger.info(
-                "rank %d on host %s, pid %d: %s exchange at address %s, interface %s",
-                rank.info.slot,
-                rank.info.host,
-                rank.info.pid,
-                reply["transport"],
-                reply["address"],
-                reply["interface"],
-            )
-
-
 async def _unload(ranks: list[RankHandle]) -> None:
     calls = [rank.call("unload") for rank in ranks]
-    await _gather(ranks, calls, what="'unload'", limit_s=_UNLOAD_TIMEOUT_S, option="a fixed limit")
+    await gather(ranks, calls, what="'unload'", limit_s=_UNLOAD_TIMEOUT_S, option="a fixed limit")
 
 
 def _rank_progress(
@@ -202,27 +160,3 @@ def _rank_progress(
     if progress is None:
         return None
     return lambda message: progress(f"rank {index}/{size} {message['what']}", message["done"], message["total"])
-
-
-async def _gather(
-    ranks: list[RankHandle], calls: list[asyncio.Future[dict[str, Any]]], *, what: str, limit_s: float, option: str
-) -> list[dict[str, Any]]:
-    """Waits for all replies.
-
-    Raises:
-        RankLostError: at once, since the others may be waiting for the lost one; or for the one that did not answer
-            within `limit_s` seconds, which is killed.
-        the first other error, when all have answered, so that no rank is left in the middle of something.
-    """
-    deadline = time.monotonic() + limit_s
-    pending = set(calls)
-    while pending:
-        left_s = max(0.0, deadline - time.monotonic())
-        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        lost = any(isinstance(call.exception(), RankLostError) for call in done)
-        if lost or (pending and not done):
-            error = await blame.cause(ranks, calls, overdue=not lost, what=what, limit_s=limit_s, option=option)
-            for other in pending:
-                other.cancel()
-            raise error
-    return [call.result() for call in calls]

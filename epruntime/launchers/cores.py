@@ -1,28 +1,15 @@
-"""How many cores this process may use, and how ranks share them."""
+"""How ranks share the cores that this process may use."""
 
 from __future__ import annotations
 
-import math
 import os
-from pathlib import Path
+
+from epruntime.worker.cores import usable_cores
+
+__all__ = ["THREAD_VARIABLES", "thread_environment", "threads_each", "usable_cores"]
 
 #: variables that thread pools read when their library loads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores of this process's affinity mask, at most what the container's CPU quota (cgroup v2) lets it use."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    try:
-        quota, period = cpu_max.read_text().split()
-    except (OSError, ValueError):
-        return cores  # no cgroup v2, or no limit set at this level
-    if quota != "max":
-        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    return cores
 
 
 def threads_each(cores: int, num_ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ class ModelInfo:
         checkpoint_bytes: bytes of all tensors in the checkpoint files.
         default_sampling: SamplingParams field -> value, as generation_config.json says.
         ignored_sampling: field of generation_config.json -> why its value makes no sense.
+        shared_bytes: of the parameters that every rank holds, as they are kept in memory.
+        expert_bytes: (number of experts, bytes of one) of each MoE layer.
     """
 
     architecture: str
@@ -64,6 +67,8 @@ class ModelInfo:
     checkpoint_bytes: int
     default_sampling: dict[str, Any] = field(default_factory=dict)
     ignored_sampling: dict[str, str] = field(default_factory=dict)
+    shared_bytes: int = 0
+    expert_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def dtype_bytes(self) -> int:
@@ -77,6 +82,10 @@ class ModelInfo:
     def kv_bytes_per_block(self, block_size: int) -> int:
         return block_size * self.kv_bytes_per_token
 
+    def weight_bytes(self, num_local: Callable[[int], int]) -> int:
+        """Bytes of one rank's weights. `num_local`: number of experts of a layer -> how many of them it holds."""
+        return self.shared_bytes + sum(num_local(experts) * size for experts, size in self.expert_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for msgpack."""
         return asdict(self)
@@ -87,4 +96,5 @@ class ModelInfo:
         values["kv_layers"] = tuple(KVLayerInfo(**layer) for layer in values["kv_layers"])
         for name in ("moe_layers", "eos_token_ids"):
             values[name] = tuple(values[name])
+        values["expert_bytes"] = tuple(tuple(pair) for pair in values["expert_bytes"])
         return cls(**values)

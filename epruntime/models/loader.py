@@ -95,6 +95,17 @@ def _num_experts(module: Any) -> int:
     return int(module.down_proj.shape[0])
 
 
+def _memory(model: Any, experts: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """ModelInfo.shared_bytes and expert_bytes. A parameter of an experts module that has a row per expert is split."""
+    split: list[tuple[int, int]] = []
+    for module in experts.values():
+        count = _num_experts(module)
+        rows = [p for p in module.parameters() if p.dim() and p.shape[0] == count]
+        split.append((count, sum(p.nbytes for p in rows) // count))
+    total = sum(p.nbytes for p in model.parameters())  # tied ones come once
+    return total - sum(count * size for count, size in split), tuple(split)
+
+
 def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     kind = type(model).__name__
     experts = adapter.experts_modules(model)
@@ -143,6 +154,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     num_experts = max(_num_experts(module) for module in experts.values())
     refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
     generation = read_generation_config(path)
+    shared_bytes, expert_bytes = _memory(model, experts)
     info = ModelInfo(
         architecture=architecture,
         model_type=config.model_type,
@@ -160,6 +172,8 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         checkpoint_bytes=checkpoint.num_bytes,
         default_sampling=dict(generation.sampling),
         ignored_sampling=dict(generation.ignored),
+        shared_bytes=shared_bytes,
+        expert_bytes=expert_bytes,
     )
     return _Blueprint(
         checkpoint=checkpoint,

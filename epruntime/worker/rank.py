@@ -1,6 +1,7 @@
 """RankLoop: one rank's conversation with the coordinator, message after message.
 
-recv -> handler by type: configure, load, plan, stats, counters, unload, shutdown -> reply of the same id, or `failed`
+recv -> handler by type: preflight, configure, load, plan, stats, counters, unload, shutdown -> reply of the same id, or
+`failed`
 
 unconfigured --configure--> configured --load--> serving --plan fails--> failed --configure--> configured ...
 A failed configure or load leaves the rank usable. A failed plan ends the generation: the transport is
@@ -22,10 +23,12 @@ from epruntime.comm.interfaces import HostAddress
 from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.comm.messages import failed
 from epruntime.comm.progress import Phase, Stamps
+from epruntime.comm.transport import Transport
 from epruntime.errors import ConnectionClosedError, EngineDeadError, ProtocolError
 from epruntime.plan import StepPlan, StepResult
 from epruntime.worker.letters import Configure, Load, parse
 from epruntime.worker.memory import give_back, process_memory_bytes, resident_memory_bytes
+from epruntime.worker.preflight import RankPreflight
 
 logger = logging.getLogger("epruntime.worker.rank")
 
@@ -60,6 +63,8 @@ class Membership(Protocol):
     @property
     def transport_name(self) -> str: ...
     @property
+    def transport(self) -> Transport: ...
+    @property
     def address(self) -> HostAddress | None: ...
     def load(self, letter: Load, progress: Callable[[str, int, int], None]) -> Served: ...
     def close(self) -> None: ...
@@ -86,7 +91,9 @@ class RankLoop:
         self._next_step: int | None = None
         self._failure = ""  # why this generation takes no more plans
         self._stopped = False
+        self._preflight = RankPreflight(stamps)
         self._handlers: dict[str, Callable[[Message], Message | None]] = {
+            "preflight": self._check,
             "configure": self._configure,
             "load": self._load,
             "plan": self._plan,
@@ -106,6 +113,7 @@ class RankLoop:
             logger.warning("this rank ends: %s", error)
             return EXIT_ORPHANED
         finally:
+            self._preflight.close()
             self._leave()
 
     def _answer(self, message: Message) -> None:
@@ -124,6 +132,15 @@ class RankLoop:
             self._control.send(failed(message.get("id", 0), error, where=where))
         finally:
             self._stamps.enter(Phase.IDLE)
+
+    def _check(self, message: Message) -> Message:
+        self._stamps.enter(Phase.PREFLIGHT)
+        transport = None if self._membership is None or self._failure else self._membership.transport
+        try:
+            return {"type": "preflight", **self._preflight.answer(message, transport)}
+        except EngineDeadError as error:  # the exchange is broken, and with it the generation
+            self._fail(f"generation {self._generation_number} ended in preflight: {error}")
+            raise
 
     def _configure(self, message: Message) -> Message:
         self._stamps.enter(Phase.CONFIGURE)

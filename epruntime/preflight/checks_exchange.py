@@ -1,0 +1,160 @@
+"""Checks of what came through the transport, and how fast. Pure functions: measurements in, findings out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from epruntime.preflight.expectations import EXPECTED, Expectations
+from epruntime.preflight.facts import RankFacts, Setting
+from epruntime.preflight.findings import Finding, finding
+from epruntime.preflight.pairs import PairTime, median, num_pairs
+from epruntime.preflight.payload import Mismatch
+
+SAME_HOST, OTHER_HOSTS = "same host", "other hosts"
+
+
+def check_mismatches(mismatches: Sequence[Mismatch], ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Every byte came where it belongs. One finding per kind and destination.
+
+    Args:
+        ranks: by their place in the exchange.
+    """
+    groups: defaultdict[tuple[str, int], list[Mismatch]] = defaultdict(list)
+    for mismatch in mismatches:
+        groups[mismatch.kind, mismatch.destination].append(mismatch)
+    found = []
+    for (kind, destination), group in groups.items():
+        first = group[0]
+        involved = dict.fromkeys([destination, *(mismatch.source for mismatch in group)])
+        more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
+        found.append(
+            finding(
+                f"exchange-{kind}",
+                slots=tuple(ranks[place].slot for place in involved),
+                hosts=tuple(dict.fromkeys(ranks[place].host for place in involved)),
+                found=f"rank {destination} received from rank {first.source}: {first.detail}{more}",
+                expected="what that rank sent, in order and bit by bit",
+            )
+        )
+    return found
+
+
+def kind_of(time: PairTime, ranks: Sequence[RankFacts]) -> str:
+    same = ranks[time.source].host == ranks[time.destination].host
+    return SAME_HOST if same else OTHER_HOSTS
+
+
+def check_times(
+    times: Sequence[PairTime], ranks: Sequence[RankFacts], expected: Expectations = EXPECTED
+) -> list[Finding]:
+    """Latency and bandwidth of every pair against what is expected, and against the median of its kind.
+
+    Of a kind that is slow as a whole there is one finding, with the worst pair.
+    """
+    kinds: defaultdict[str, list[PairTime]] = defaultdict(list)
+    for time in times:
+        kinds[kind_of(time, ranks)].append(time)
+    found = []
+    for kind, group in kinds.items():
+        usual_s, usual_rate = median([t.least_latency_s for t in group]), median([t.bytes_per_s for t in group])
+        late = [t for t in group if t.least_latency_s > expected.latency_s]
+        thin = [t for t in group if t.bytes_per_s < expected.bytes_per_s]
+        if late:
+            worst = max(late, key=lambda t: t.least_latency_s)
+            found.append(
+                _of_pair(
+                    "latency-high", worst, ranks,
+                    found=f"{_us(worst.least_latency_s)} one way at best ({_share(late, group, kind)})",
+                    expected=f"at most {_us(expected.latency_s)}",
+                )
+            )  # fmt: skip
+        if thin:
+            worst = min(thin, key=lambda t: t.bytes_per_s)
+            found.append(
+                _of_pair(
+                    "bandwidth-low", worst, ranks,
+                    found=f"{_mb(worst.bytes_per_s)} ({_share(thin, group, kind)})",
+                    expected=f"at least {_mb(expected.bytes_per_s)}",
+                )
+            )  # fmt: skip
+        for time in group:
+            words = []
+            if time.least_latency_s > max(expected.slower_latency * usual_s, expected.slower_latency_s):
+                words.append((f"{_us(time.least_latency_s)} one way at best", f"about {_us(usual_s)}"))
+            if time.bytes_per_s < expected.slower_rate * usual_rate:
+                words.append((_mb(time.bytes_per_s), f"about {_mb(usual_rate)}"))
+            if words:
+                found.append(
+                    _of_pair(
+                        "pair-slow", time, ranks,
+                        found=" and ".join(measured for measured, _ in words),
+                        expected=" and ".join(usual for _, usual in words) + f", the median of {kind}",
+                    )
+                )  # fmt: skip
+    return found
+
+
+def check_step_time(
+    times: Sequence[PairTime], ranks: Sequence[RankFacts], setting: Setting, expected: Expectations = EXPECTED
+) -> list[Finding]:
+    """The exchanges of a full step at the slowest rate leave time for the rest of it.
+
+    A full step: every rank computes `step_tokens` tokens and sends each of them to its experts in every MoE layer,
+    spread evenly over all ranks, and as much comes back (a row per expert).
+    """
+    if not times:
+        return []
+    slowest = min(times, key=lambda t: t.bytes_per_s)
+    row = setting.hidden_size * setting.dtype_bytes
+    to_one = setting.step_tokens * setting.top_k / len(ranks) * row  # bytes to one rank in one layer, one way
+    seconds = 2 * to_one * setting.num_moe_layers / slowest.bytes_per_s
+    most = expected.exchange_part * setting.step_timeout_s
+    if seconds <= most:
+        return []
+    return [
+        _of_pair(
+            "exchange-slow", slowest, ranks,
+            found=f"the exchanges of a step of {setting.step_tokens} tokens per rank take about {seconds:.3g} s at "
+            f"{_mb(slowest.bytes_per_s)}",
+            expected=f"at most {most:g} s ({expected.exchange_part:.0%} of step_timeout_s)",
+        )
+    ]  # fmt: skip
+
+
+def check_measured(times: Sequence[PairTime], num_ranks: int) -> list[Finding]:
+    """Says so if there was no time for all pairs."""
+    measured = len({frozenset((t.source, t.destination)) for t in times})
+    total = num_pairs(num_ranks)
+    if measured >= total:
+        return []
+    return [
+        finding(
+            "pairs-not-measured",
+            found=f"{measured} of {total} pairs of ranks were timed, within the time there is for it",
+            expected="a pair of ranks for each pair of hosts, at least",
+        )
+    ]
+
+
+def _of_pair(id: str, time: PairTime, ranks: Sequence[RankFacts], *, found: str, expected: str) -> Finding:
+    source, destination = ranks[time.source], ranks[time.destination]
+    return finding(
+        id,
+        slots=(source.slot, destination.slot),
+        hosts=tuple(dict.fromkeys((source.host, destination.host))),
+        found=f"rank {source.slot} to rank {destination.slot}: {found}",
+        expected=expected,
+    )
+
+
+def _share(part: Sequence[PairTime], group: Sequence[PairTime], kind: str) -> str:
+    return f"{kind}; {len(part)} of {len(group)} directions are beyond it"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:.0f} ms"
+
+
+def _mb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
