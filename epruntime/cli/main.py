@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; argparse itself exits with 2 on wrong usage."""
     parser = make_parser()
     completion.complete(parser)
+    return run(parser, argv)
+
+
+def run(parser: CommandParser, argv: Sequence[str] | None = None) -> int:
+    """Parses, and runs what the parser set: `run`, with `parser` for complaints. Returns the exit code."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.refuse(unknown)
@@ -68,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except EPRuntimeError as error:
         logger.debug("failed", exc_info=True)
-        return _fail(args.command, str(error))
+        return _fail(args.parser.prog, str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
         return _fail(
-            args.command, f"{package} is not installed; this needs more than the client: pip install "
+            args.parser.prog, f"{package} is not installed; this needs more than the client: pip install "
             f"'epruntime[{_EXTRAS[package]}]'"
         )  # fmt: skip
     finally:
@@ -82,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.freeze()
 
 
-def _fail(command: str, text: str) -> int:
-    print(f"epruntime {command}: {text}", file=sys.stderr, flush=True)
+def _fail(program: str, text: str) -> int:
+    print(f"{program}: {text}", file=sys.stderr, flush=True)
     return 1
 
 

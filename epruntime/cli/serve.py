@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from epruntime.cli import flags, vllm_flags
+from epruntime.cli.parser import CommandParser
 from epruntime.config import ServeConfig
 from epruntime.errors import ConfigError
 
@@ -21,8 +22,13 @@ def add_parser(commands: Any) -> None:
         "serve", help="serve a model over gRPC and OpenAI-compatible HTTP", description=_DESCRIPTION,
         usage="%(prog)s [OPTIONS] MODEL", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    flags.add_engine(parser)
-    flags.add_config(parser, ServeConfig)
+    add_flags(parser)
+
+
+def add_flags(parser: CommandParser, *, skip: tuple[str, ...] = ()) -> None:
+    """All flags of a server but those of the fields in `skip`, and the command that they are of."""
+    flags.add_engine(parser, skip=skip)
+    flags.add_config(parser, ServeConfig, skip=skip)
     vllm_flags.add_aliases(parser)
     parser.hints = vllm_flags.HINTS
     parser.set_defaults(run=run, parser=parser)

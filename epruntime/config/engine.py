@@ -83,7 +83,11 @@ class ParallelConfig:
     """How ranks are laid out, started and connected."""
 
     expert_parallel_size: int = option(1, "number of ranks; each owns a shard of every layer's experts")
-    launcher: str = option("local", "what starts the ranks", choices=("local", "ray"))
+    launcher: str = option(
+        "local",
+        "what starts the ranks; torchrun: only in a program that torchrun starts, see launch/torchrun_serve.py",
+        choices=("local", "ray", "torchrun"),
+    )
     ray_address: str | None = option(
         None,
         "address of the Ray cluster, or auto; default: the one that this process is connected to, else one is started "

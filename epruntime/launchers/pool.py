@@ -90,7 +90,7 @@ class RankPool:
         everything that was started is stopped first.
 
         Args:
-            launcher: "local", "ray", or a launcher object.
+            launcher: "local", "ray", "torchrun" (in a coordinator under torchrun), or a launcher object.
             ray_address: with "ray", an existing cluster; None starts one on this machine.
             placement_group: with "ray", the caller's own group to start the ranks in; it is not removed.
             threads_per_rank: compute threads per rank; None divides each host's cores.
@@ -364,7 +364,11 @@ def make_launcher(
         except ModuleNotFoundError as error:
             raise ConfigError(f"launcher='ray' needs Ray ({error}): pip install 'epruntime[ray]'") from error
         return RayLauncher(address=ray_address, device=device, placement_group=placement_group)
-    raise ConfigError(f"launcher={name!r}: must be local or ray")
+    if name == "torchrun":
+        from epruntime.launchers.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher()
+    raise ConfigError(f"launcher={name!r}: must be local, ray or torchrun")
 
 
 async def _all_ready(ranks: list[RankHandle]) -> None:
