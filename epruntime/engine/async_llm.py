@@ -28,6 +28,7 @@ from epruntime.engine.processor import InputProcessor, Limits, Prompt, size_of
 from epruntime.engine.request_state import RequestState
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.sequence_state import SequenceState
+from epruntime.engine.start_ranks import heartbeat_timeout_s, start_ranks
 from epruntime.engine.stats import EngineStats, EngineView, StatsBook
 from epruntime.engine.stats_poller import StatsPoller
 from epruntime.engine.status import EngineState, EngineStatus
@@ -35,7 +36,6 @@ from epruntime.engine.text_thread import TextThread
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.engine.tokenizer import Tokenizer, load_tokenizer
 from epruntime.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError
-from epruntime.launchers.caller_group import with_callers_group
 from epruntime.launchers.pool import RankPool
 from epruntime.models.loader import inspect_model
 from epruntime.outputs import RequestDelta, RequestOutput
@@ -126,23 +126,10 @@ class AsyncLLM:
             required=tokenizer_path is not None,
             chat_template=config.model.chat_template,
         )
-        pool = rank_pool
-        parallel = with_callers_group(config.parallel)
-        # a rank that is silent is lost before a step that waits for it is overdue
-        heartbeat_timeout_s = min(parallel.heartbeat_timeout_s, 0.8 * parallel.step_timeout_s)
-        if pool is None:
-            pool = await RankPool.start(
-                parallel.expert_parallel_size,
-                launcher=parallel.launcher,
-                ray_address=parallel.ray_address,
-                placement_group=parallel.placement_group,
-                threads_per_rank=parallel.threads_per_rank,
-                start_timeout_s=parallel.start_timeout_s,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-            )
-        pool.heartbeat_timeout_s = heartbeat_timeout_s
+        pool = rank_pool or await start_ranks(config)
+        pool.heartbeat_timeout_s = heartbeat_timeout_s(config.parallel)
         try:
-            preflight = Preflight(config, info) if parallel.preflight else None
+            preflight = Preflight(config, info) if config.parallel.preflight else None
             group = await ModelGroup.load(config, pool, progress=progress, preflight=preflight)
             return cls(config, group, pool, tokenizer, own_pool=rank_pool is None)
         except BaseException:
