@@ -172,6 +172,11 @@ class AsyncLLM:
             created=int(self._started),
         )
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences (n per request) that can be live at once; more are refused with QueueFullError."""
+        return self.config.scheduler.max_queued_requests
+
     def sampling_params(self, **given: Any) -> SamplingParams:
         """SamplingParams of the fields given; what is left out is the model's default, else SamplingParams' own.
 

@@ -43,6 +43,11 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences (n per request) that can be live at once; more are refused with QueueFullError."""
+        ...
+
     def sampling_params(self, **given: Any) -> SamplingParams:
         """SamplingParams of the fields given; what is left out is the model's default, else SamplingParams' own.
 

@@ -158,6 +158,10 @@ class FakeLLM:
         for callback in list(self._watchers):
             callback(self._status)
 
+    @property
+    def max_sequences(self) -> int:
+        return self.queue
+
     def sampling_params(self, **given: Any) -> SamplingParams:
         unknown = given.keys() - {f.name for f in fields(SamplingParams)}
         if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import json
 import socket
@@ -194,6 +195,26 @@ def test_more_than_is_ever_taken(http, path, field, value):
     assert (error["param"] or "").split(".")[0] == field
     assert "000" in error["message"]
     assert len(error["message"]) < 500
+
+
+def test_more_sequences_than_there_will_ever_be_room_for(server, http, monkeypatch):
+    """Not 429: a client would try again for ever."""
+    monkeypatch.setattr(server.llm, "queue", 10)
+    error = _error(http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "n": 4, "max_tokens": 1}))
+    assert error["param"] == "prompt"
+    assert "12 sequences" in error["message"]
+    assert "at most 10" in error["message"]
+    assert http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 4, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "gzip, identity"])
+def test_a_compressed_body_is_named_so(http, coding):
+    headers = {**JSON, "Content-Encoding": coding}
+    response = http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert f"Content-Encoding: {coding}" in _error(response, 415)["message"]
+    assert response.headers["Accept-Encoding"] == "identity"  # RFC 9110, 12.5.3
+    headers["Content-Encoding"] = "identity"
+    assert http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
 def test_other_paths_methods_and_types(http):

@@ -34,13 +34,19 @@ async def read(request: Request, kind: type[M], limit: int) -> M:
         limit: bytes.
 
     Raises:
-        HttpError: 408 too slow, 413 too large, 415 not said to be JSON.
+        HttpError: 408 too slow, 413 too large, 415 not said to be JSON, or compressed.
         InvalidRequestError: not JSON, or not a `kind`; names the field.
         starlette.requests.ClientDisconnect: the client has gone.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise HttpError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(
+            415, f"the body must be sent as it is: leave out 'Content-Encoding: {coding}'",
+            headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
     value = json.decode(await _read(request, limit))
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")

@@ -52,6 +52,7 @@ class Endpoints:
             raise InvalidRequestError("needs text, and this model has no tokenizer", field="echo")
         params = completion_params(engine, sent)
         job = Job(request_id=_name("cmpl", request), prompts=prompts_of(sent.prompt), params=params)
+        _check_queue(engine, job)
         head = _head(engine, job, "text_completion")
         return await self._answer(
             request, sent, job, CompletionAnswers(engine=engine, body=sent, head=head, n=params.n)
@@ -142,6 +143,17 @@ class Endpoints:
             "parent": None,
             "max_model_len": info["max_model_len"],
         }
+
+
+def _check_queue(engine: Engine, job: Job) -> None:
+    """More than there will ever be room for is no matter of trying again."""
+    wanted, most = len(job.prompts) * job.params.n, engine.max_sequences
+    if len(job.prompts) > 1 and wanted > most:
+        raise InvalidRequestError(
+            f"asks for {wanted} sequences ({len(job.prompts)} prompts, n={job.params.n}) and the engine takes at most "
+            f"{most} at once (max_queued_requests): send several requests",
+            field="prompt",
+        )
 
 
 async def _texts(engine: Engine, tokens: set[int]) -> dict[int, str]:
