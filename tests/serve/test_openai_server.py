@@ -224,6 +224,20 @@ def test_a_slow_reader_is_not_written_to_and_costs_the_others_nothing(monkeypatc
         wait_until(lambda: not server.llm.live, "a reader that takes nothing is given up", 5.0)
 
 
+def test_a_large_answer_may_take_longer_than_a_stall(monkeypatch):
+    monkeypatch.setattr(connections, "STALL_S", 0.5)
+    text = "a" * 4_000_000
+    with HttpServing() as server, _connection(server) as slow:
+        _send(slow, {"prompt": text}, "/tokenize")
+        answer = b""
+        while part := slow.recv(2**18):
+            answer += part
+            time.sleep(0.05)
+            if answer.endswith(b"}"):
+                break
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["count"] == len(text)
+
+
 def test_headers_must_arrive_in_time(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_S", 0.3)
     with HttpServing() as server, _connection(server) as silent, _connection(server) as trickling:

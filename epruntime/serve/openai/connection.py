@@ -63,7 +63,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_alarm.set(STALL_S, self.transport.abort)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -73,6 +73,19 @@ class Connection(H11Protocol):
         self._headers_alarm.cancel()
         self._stall_alarm.cancel()
         super().connection_lost(exc)
+
+    def _expect_reading(self) -> None:
+        """Ends the connection if in time nothing is taken of what waits; a large answer may take longer than that."""
+        waiting = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            self._stall_alarm.cancel()
+            if self.transport.get_write_buffer_size() < waiting:
+                self._expect_reading()
+            else:
+                self.transport.abort()
+
+        self._stall_alarm.set(STALL_S, look)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no HTTP."""
