@@ -28,7 +28,9 @@ class CompletionAnswers:
         answers: dict[int, Answer] = {}
         usage = UsageCount()
         async for number, delta in deltas:
-            answers.setdefault(number, Answer(delta, self.n)).add(delta)
+            if number not in answers:
+                answers[number] = Answer(delta, self.n)
+            answers[number].add(delta)
             usage.add(number, delta)
         choices = []
         for number, answer in sorted(answers.items()):

@@ -97,16 +97,19 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             async for item in only:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+    taken = [asyncio.Event() for _ in streams]
 
     async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    await queue.put((number, item))
-            await queue.put(None)
+                    queue.put_nowait((number, item))
+                    await taken[number].wait()
+                    taken[number].clear()
+            queue.put_nowait(None)
         except Exception as error:  # noqa: BLE001  it is raised where the items are taken
-            await queue.put(error)
+            queue.put_nowait(error)
 
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
@@ -119,6 +122,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 running -= 1
             else:
                 yield got
+                taken[got[0]].set()
     finally:
         for task in pumps:
             task.cancel()
