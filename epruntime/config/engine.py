@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar
 
 from epruntime.errors import ConfigError
+
+_ORIGIN = re.compile(r"""\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#,\s"']+""")
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), cli: bool = True, secret: bool = False) -> Any:
@@ -193,7 +196,7 @@ class ServeConfig:
     ssl_certfile: str | None = option(None, "PEM certificate chain: serve TLS on both ports")
     ssl_keyfile: str | None = option(None, "PEM private key of --ssl-certfile")
     ssl_ca_certs: str | None = option(None, "PEM authorities: clients must bring a certificate of theirs (mTLS)")
-    allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call the HTTP API (CORS)")
+    allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call the HTTP API (CORS); *: any")
     drain_timeout_s: float = option(30.0, "seconds that running requests get to end after SIGTERM")
     max_message_mb: int = option(16, "largest gRPC message or HTTP body accepted, MiB")
     log_stats_interval_s: float = option(10.0, "seconds between log lines about load and speed; 0: none")
@@ -217,6 +220,12 @@ class ServeConfig:
             raise ConfigError("ssl_ca_certs needs ssl_certfile and ssl_keyfile, too")
         if not all(self.api_key):
             raise ConfigError("api_key: an empty token would let everyone in; leave it out to need none")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} is no origin that a browser sends: give SCHEME://HOST or "
+                    "SCHEME://HOST:PORT without a path, each by itself, or * for all"
+                )
         _at_least(self, 0, "drain_timeout_s", "log_stats_interval_s")
         _at_least(self, 1, "max_message_mb")
 

@@ -48,6 +48,18 @@ def test_paths_and_whole_numbers_are_taken() -> None:
         ServeConfig(port=70000)
 
 
+@pytest.mark.parametrize("origin", ["http://a", "https://a.example:8443", "http://[::1]:3000", "app://x", "*"])
+def test_origins_are_taken(origin: str) -> None:
+    assert ServeConfig(allowed_origins=(origin,)).allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ['["*"]', "", "a.example", "https://a.example/", "https://a,https://b", "https://"])
+def test_what_no_browser_sends_as_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"allowed_origins: .*SCHEME://HOST") as caught:
+        ServeConfig(allowed_origins=(origin,))
+    assert repr(origin) in str(caught.value)
+
+
 def test_lists_of_sampling_params_are_lists() -> None:
     assert SamplingParams(stop="end", stop_token_ids=[1, 2]).stop == ("end",)  # type: ignore[arg-type]
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
