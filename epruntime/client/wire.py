@@ -208,7 +208,9 @@ class Collector:
         self._texts.setdefault(new.index, []).append(new.text)
         output.token_ids.extend(new.token_ids)
         if new.logprobs is not None:
-            output.logprobs = [*(output.logprobs or ()), *new.logprobs]
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs.extend(new.logprobs)
         if new.finish_reason is not None:
             output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
         self._last = new

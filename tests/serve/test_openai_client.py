@@ -93,7 +93,7 @@ def test_every_sampling_field_arrives(server, client):
 def test_max_completion_tokens(server, client):
     answer = client.chat.completions.create(model="echo", messages=USER, max_completion_tokens=2, max_tokens=9)
     assert answer.choices[0].message.content == "he"
-    with pytest.raises(openai.BadRequestError, match="max_completion_tokens=0: must be at least 1") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"max_completion_tokens=0: must be in 1\.\.") as caught:
         client.chat.completions.create(model="echo", messages=USER, max_completion_tokens=0)
     assert caught.value.param == "max_completion_tokens"
 
