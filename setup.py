@@ -185,4 +185,5 @@ def arguments() -> dict[str, Any]:
     }
 
 
-setup(**arguments())
+if __name__ == "__main__":  # as pip and build run it; a Ray job reads `csrc_hash` without it
+    setup(**arguments())

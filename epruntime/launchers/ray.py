@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from epruntime.comm.control import RankBootstrap
+from epruntime.comm.interfaces import coordinator_address
 from epruntime.errors import ConfigError, LaunchError
 from epruntime.launchers import ray_cluster
 from epruntime.launchers.base import Launcher, Seat
@@ -169,7 +170,7 @@ class RayLauncher(Launcher):
         nodes = ray_cluster.alive_nodes()
         self._placed = seats_in_node_order(group.taken, nodes, first_node=home, threads=group.threads)
         if any(node_id != home for _, node_id in group.taken):
-            self._control_host = ray.util.get_node_ip_address()
+            self._control_host = coordinator_address([ray.util.get_node_ip_address()]).address
         return [placed.seat for placed in self._placed]
 
     def _make_actor(self, placed: PlacedSeat) -> Any:

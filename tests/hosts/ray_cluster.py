@@ -29,6 +29,8 @@ def ray_environment(folder: Path | None) -> dict[str, str]:
     environment = {
         "RAY_TMPDIR": Host.temporary,
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's workers give way to everything else by default, and a test has a deadline.
+        "RAY_worker_niceness": "0",
     }
     if folder is not None:
         token = folder / "token"
