@@ -134,6 +134,11 @@ KvCache::Match KvCache::match(const Sequence& sequence, std::int64_t num_skippab
 
 void KvCache::publish(Sequence& sequence, std::int64_t num_computed) {
     const std::int64_t full = num_computed / block_size_;
+    if (full > static_cast<std::int64_t>(std::min(sequence.blocks.size(), sequence.tokens.size() / block_size_))) {
+        throw std::invalid_argument(std::to_string(num_computed) + " tokens cannot be computed, with " +
+                                    std::to_string(sequence.tokens.size()) + " known and " +
+                                    std::to_string(sequence.blocks.size()) + " blocks for them");
+    }
     for (std::int64_t i = sequence.num_published; i < full; ++i) {
         sequence.content = pool_.publish(sequence.blocks[i], sequence.content, &sequence.tokens[i * block_size_]);
     }

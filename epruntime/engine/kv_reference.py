@@ -134,6 +134,11 @@ class ReferenceKVCache:
         """Offers all full blocks of the first `num_computed` tokens to the prefix cache."""
         size, width = self.block_size, self.block_size * _TOKEN_BYTES
         first, full = sequence.num_published, num_computed // size
+        num_tokens, num_blocks = len(sequence.token_ids), len(sequence.block_ids)
+        if full > min(num_blocks, num_tokens // size):
+            raise ValueError(
+                f"{num_computed} tokens cannot be computed, with {num_tokens} known and {num_blocks} blocks for them"
+            )
         token_ids = sequence.token_ids[first * size : full * size].tobytes()
         content = sequence.content
         for i, block in enumerate(sequence.block_ids[first:full]):

@@ -147,6 +147,20 @@ def test_calls_that_make_no_sense_are_refused(make):
             call(7)
 
 
+def test_more_computed_tokens_than_there_can_be_are_refused(make):
+    """Such as a rank reports that answers twice for one request: nothing beyond a table or a history is read."""
+    kv = make(num_blocks=4, block_size=2, prefix_caching=True)
+    kv.add(1, [1, 2, 3])
+    kv.admit(1, ALL)
+    with pytest.raises(ValueError, match="4 tokens cannot be computed, with 3 known and 2 blocks for them"):
+        kv.confirm(1, 4)
+    append(kv, {1: 4})
+    append(kv, {1: 5})
+    append(kv, {1: 6})  # no block was granted for the fifth
+    with pytest.raises(ValueError, match="6 tokens cannot be computed, with 6 known and 2 blocks for them"):
+        append(kv, {1: 7})
+
+
 @needs_native
 def test_random_calls_give_the_same_in_both():
     """MirroredKVCache compares each call. Sizes at which evictions, shared prefixes and shortages are frequent."""
