@@ -16,15 +16,31 @@
 
 namespace epruntime {
 
+namespace {
+
+// Threads started while one lives get no signals: those are for the process's main thread.
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+  private:
+    sigset_t before_;
+};
+
+}  // namespace
+
 ProgressPublisher::ProgressPublisher(int fd, const int64_t* cells, size_t num_cells, std::string frame,
                                      double interval_s)
     : fd_(fd), cells_(cells), num_cells_(num_cells), frame_(std::move(frame)), interval_s_(interval_s) {
-    // The process's signals are for its main thread.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const SignalsBlocked blocked;  // until it goes, also where no thread can be had
     thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void ProgressPublisher::stop() {
