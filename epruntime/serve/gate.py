@@ -7,10 +7,13 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from epruntime.serve.engine import Engine
+
+E = TypeVar("E", bound=BaseException)
 
 LOADING_RETRY_S = 5.0
 DRAINING_RETRY_S = 1.0
@@ -72,7 +75,7 @@ class Gate:
     @property
     def closing(self) -> UnavailableError | None:
         """What a stream that is cut off because the server stops ends with; None while it does not."""
-        return self._closing
+        return None if self._closing is None else _fresh(self._closing)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back after each change of state, or of the engine's status."""
@@ -147,7 +150,7 @@ class Gate:
             UnavailableError: still loading. EngineDeadError: the engine is dead.
         """
         if self._error is not None:
-            raise self._error
+            raise _fresh(self._error)
         if self._engine is None:
             raise UnavailableError(f"{self.reason}; try again later", retry_after_s=LOADING_RETRY_S)
         return self._engine
@@ -198,3 +201,8 @@ class Gate:
         elif self._error is None:
             assert self._engine is not None
             self.die(self._engine.dead_error or EngineDeadError(status.reason or "the engine stopped"))
+
+
+def _fresh(error: E) -> E:
+    """The error that many requests end with: else each raise would add its frames, and what they hold, to the last."""
+    return error.with_traceback(None)
