@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,6 +29,8 @@ from epruntime.serve.grpc.pieces import Pieces
 
 logger = logging.getLogger("epruntime.serve.grpc.servicer")
 
+T = TypeVar("T")
+
 #: Seconds after which a client that reads nothing of its stream loses its request.
 UNREAD_S = 600.0
 
@@ -41,7 +43,7 @@ class Malformed:
 
 
 class InferenceServicer:
-    """The methods of the Inference service. Every failure is a status (see status.py)."""
+    """The methods of the Inference service; what the unary ones raise becomes a status where they are registered."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -80,62 +82,34 @@ class InferenceServicer:
                     for piece in pieces.of(delta):
                         await _write(context, piece)
 
-    async def Abort(self, request: pb.AbortRequest | Malformed, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        try:
-            message: pb.AbortRequest = _parsed(request)
-            if not message.request_id:
-                raise InvalidRequestError("is missing; name the request to abort", field="request_id")
-            await self._gate.abort(message.request_id)
-        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
-            await status.abort(context, error)
+    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        if not request.request_id:
+            raise InvalidRequestError("is missing; name the request to abort", field="request_id")
+        await self._gate.abort(request.request_id)
         return pb.AbortResponse()
 
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> pb.GetServerInfoResponse:
-        try:
-            _parsed(request)
-            engine, info = self._gate.engine, {}
-            if engine is not None:
-                try:
-                    info = await engine.info()
-                except EngineDeadError:
-                    logger.debug("the engine died while it was asked for its facts", exc_info=True)
-            return convert.server_info(self._gate, info)
-        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
-            await status.abort(context, error)
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
+        engine, info = self._gate.engine, {}
+        if engine is not None:
+            try:
+                info = await engine.info()
+            except EngineDeadError:
+                logger.debug("the engine died while it was asked for its facts", exc_info=True)
+        return convert.server_info(self._gate, info)
 
-    async def GetModelInfo(
-        self, request: pb.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> pb.GetModelInfoResponse:
-        try:
-            _parsed(request)
-            return convert.model_info(self._gate.reach().model_info)
-        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
-            await status.abort(context, error)
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        return convert.model_info(self._gate.reach().model_info)
 
-    async def Tokenize(
-        self, request: pb.TokenizeRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> pb.TokenizeResponse:
-        try:
-            message: pb.TokenizeRequest = _parsed(request)
-            text, token_ids = await self._gate.reach().tokenize(convert.prompt_of(message))
-            rendered = text or "" if message.HasField("chat") else ""
-            return pb.TokenizeResponse(token_ids=token_ids, text=rendered)
-        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
-            await status.abort(context, error)
+    async def Tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        text, token_ids = await self._gate.reach().tokenize(convert.prompt_of(request))
+        rendered = text or "" if request.HasField("chat") else ""
+        return pb.TokenizeResponse(token_ids=token_ids, text=rendered)
 
-    async def Detokenize(
-        self, request: pb.DetokenizeRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
-        try:
-            message: pb.DetokenizeRequest = _parsed(request)
-            text = await self._gate.reach().detokenize(
-                list(message.token_ids), skip_special_tokens=message.skip_special_tokens
-            )
-            return pb.DetokenizeResponse(text=text)
-        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
-            await status.abort(context, error)
+    async def Detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        text = await self._gate.reach().detokenize(
+            list(request.token_ids), skip_special_tokens=request.skip_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
 
 
 async def _write(context: grpc.aio.ServicerContext, piece: pb.GenerateResponse) -> None:
@@ -159,7 +133,9 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     (With gRPC's own, a message that does not parse ends as UNKNOWN or INTERNAL: a fault of the server.)
     """
     unary = {
-        name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name), _parser(kind), answer.SerializeToString)
+        name: grpc.unary_unary_rpc_method_handler(
+            _answered(getattr(servicer, name)), _parser(kind), answer.SerializeToString
+        )
         for name, kind, answer in (
             ("Abort", pb.AbortRequest, pb.AbortResponse),
             ("GetServerInfo", pb.GetServerInfoRequest, pb.GetServerInfoResponse),
@@ -173,6 +149,18 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     )
     methods = {"Generate": generate, **unary}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(keys.SERVICE, methods),))
+
+
+def _answered(method: Callable[[Any], Awaitable[T]]) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]:
+    """A handler, every failure of which is a status (see status.py)."""
+
+    async def answer(request: Any, context: grpc.aio.ServicerContext) -> T:
+        try:
+            return await method(_parsed(request))
+        except Exception as error:  # noqa: BLE001  every failure must reach the client as a status
+            await status.abort(context, error)
+
+    return answer
 
 
 def _parser(kind: Any) -> Callable[[bytes], Any]:
