@@ -24,9 +24,9 @@ from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.observer import EngineObserver, Observers
 from epruntime.engine.output_collector import OutputCollector
 from epruntime.engine.preflight import Preflight
-from epruntime.engine.processor import InputProcessor, Limits, Prompt, size_of
+from epruntime.engine.processor import InputProcessor, Prompt, size_of
 from epruntime.engine.request_state import RequestState
-from epruntime.engine.scheduler import GroupScheduler
+from epruntime.engine.schedulers import limits_of, make_schedulers
 from epruntime.engine.sequence_state import SequenceState
 from epruntime.engine.start_ranks import heartbeat_timeout_s, start_ranks
 from epruntime.engine.stats import EngineStats, EngineView, StatsBook
@@ -70,31 +70,10 @@ class AsyncLLM:
         self._life = Lifecycle(config, pool, group, open_core=self._open_core, on_down=self._fail_live)
 
     def _open_core(self, group: ModelGroup) -> EngineCore:
-        """The schedulers and the core of a generation, with the limits that its ranks have room for."""
+        """The core of a generation, with the limits that its ranks have room for."""
         config = self.config
-        schedulers = [
-            GroupScheduler(
-                config.scheduler,
-                block_size=config.cache.block_size,
-                num_kv_blocks=blocks,
-                prefix_caching=config.cache.enable_prefix_caching,
-                max_model_len=group.max_model_len,
-                generation=group.generation,
-            )
-            for blocks in group.num_kv_blocks
-        ]
-        self.limits = Limits(
-            max_model_len=min(scheduler.max_request_tokens for scheduler in schedulers),
-            vocab_size=group.info["vocab_size"],
-            eos_token_ids=tuple(group.info["eos_token_ids"]),
-        )
-        if self.limits.max_model_len < group.max_model_len:
-            logger.warning(
-                "the KV cache holds %d tokens, less than max_model_len %d: longer requests are refused. "
-                "Raise kv_cache_memory_gb or lower max_model_len",
-                self.limits.max_model_len,
-                group.max_model_len,
-            )
+        schedulers = make_schedulers(config, group)
+        self.limits = limits_of(group, schedulers)
         self._processor = InputProcessor(self._tokenizer, self.limits)
         return EngineCore(
             config,
