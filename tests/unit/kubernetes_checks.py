@@ -1,4 +1,4 @@
-"""What hangs together in Kubernetes manifests, and what of a RayCluster KubeRay takes. Pure functions over parsed YAML."""
+"""What hangs together in Kubernetes manifests, and which fields of a RayCluster KubeRay takes. Over parsed YAML."""
 
 from __future__ import annotations
 
