@@ -10,9 +10,9 @@ from epruntime.moe.placement import contiguous
 from epruntime.preflight.facts import MemoryNeed
 from epruntime.worker.kv_budget import DEFAULT_PART_OF_FREE_MEMORY
 
-#: what a rank process takes beside weights, cache and rows once it has imported transformers: 140 MiB more than before
-#: in a run with 2 ranks of a tiny model (see benchmarks/results/preflight.md), rounded up.
-LIBRARY_BYTES = 192 << 20
+#: what a rank process takes beside weights, cache and rows. It has imported everything when it joins; loading a tiny
+#: model and the first step of it took 27 MiB more (resident memory before `load`, and after one request).
+LIBRARY_BYTES = 64 << 20
 
 
 def memory_needs(

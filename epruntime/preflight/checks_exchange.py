@@ -157,4 +157,5 @@ def _us(seconds: float) -> str:
 
 
 def _mb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:.3g} MB/s"
+    rate = bytes_per_s / 1e6
+    return f"{rate:.0f} MB/s" if rate >= 100 else f"{rate:.3g} MB/s"

@@ -139,17 +139,21 @@ def check_calls(calls: Sequence[Call], ranks: Sequence[RankFacts]) -> list[Findi
 
 
 def _loopback(hosts: dict[str, list[RankFacts]]) -> list[Finding]:
-    return [
-        finding(
-            "address-loopback",
-            slots=slots_of(members),
-            hosts=(host,),
-            found=f"{members[0].machine.address} ({members[0].machine.address_by}) is reached by its own host alone",
-            expected=f"an address that the other {len(hosts) - 1} host{'s' * (len(hosts) > 2)} reach",
-        )
-        for host, members in hosts.items()
-        if any(_is_loopback(rank.machine.address) for rank in members)
-    ]
+    found = []
+    for host, members in hosts.items():
+        alone = [rank for rank in members if _is_loopback(rank.machine.address)]
+        if alone:
+            machine = alone[0].machine
+            found.append(
+                finding(
+                    "address-loopback",
+                    slots=slots_of(alone),
+                    hosts=(host,),
+                    found=f"{machine.address} ({machine.address_by}) is reached by its own host alone",
+                    expected=f"an address that the other {len(hosts) - 1} host{'s' * (len(hosts) > 2)} reach",
+                )
+            )
+    return found
 
 
 def _shared(hosts: dict[str, list[RankFacts]]) -> list[Finding]:

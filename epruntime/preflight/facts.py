@@ -65,8 +65,8 @@ class MemoryNeed:
 
     Attributes:
         weights: of its share of the model, exact. kv: of its KV cache, as configured or by the default rule.
-        exchange: of rows on their way and their experts' results, estimated; libraries: of code that is yet to be
-            imported, and of a step's activations, estimated.
+        exchange: of rows on their way and their experts' results, estimated; libraries: of modules, kernels' scratch
+            space and logits, estimated.
     """
 
     weights: int = 0
