@@ -31,8 +31,7 @@ code=0
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit $code
 """
-#: "end": at once with $CODE. "serve": node 0 until SIGTERM, then with status 1, as torchrun does; the others until node 0
-#: has ended.
+#: "end": at once, with $CODE. "serve": node 0 until SIGTERM, then with 1, as torchrun does; the others until then, too.
 _TORCHRUN = """#!/bin/bash
 printf '%s\\n' "$@" > "$NOTES/torchrun.$SLURM_NODEID"
 env > "$NOTES/env.$SLURM_NODEID"
