@@ -1,4 +1,4 @@
-# make demo | test | mutants | lint | proto | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
+# make demo | test | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
 #
 # .venv -> torch -> the project's dependencies -> the C++ kernels. Each step leaves a stamp in .venv/stamps, so that a
 # second run does nothing, and a change of TORCH, pyproject.toml or csrc repeats only what depends on it.
@@ -16,6 +16,9 @@ EXTRAS ?= serve,ray,gguf,dev
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 PYTEST_ARGS ?=
+# Of `make image`: cpu or cuda; and further arguments of the builder.
+VARIANT ?= cpu
+BUILD_ARGS ?=
 
 VENV := .venv
 STAMPS := $(VENV)/stamps
@@ -24,7 +27,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint
 CSRC := $(shell find csrc -type f 2>/dev/null)
 say = @echo "==> $(1)"
 
-.PHONY: help demo test mutants lint proto sizes clean setup FORCE
+.PHONY: help demo test mutants lint proto image sizes clean setup FORCE
 
 help:
 	@echo "make demo    a small MoE model on two Ray ranks, answers streamed through the gRPC client"
@@ -32,6 +35,7 @@ help:
 	@echo "make mutants faults put into the code one at a time, each of which a named test must catch (minutes)"
 	@echo "make lint    ruff, mypy, clang-format, import rules, generated proto modules"
 	@echo "make proto   generate the proto modules again"
+	@echo "make image   the container image epruntime:cpu (VARIANT=cuda: epruntime:cuda), by docker, podman or buildah"
 	@echo "make sizes   lines per file"
 	@echo "make clean   remove what was built here"
 
@@ -103,6 +107,16 @@ lint: setup
 
 proto: setup
 	@$(BIN)/python -m epruntime.proto.generate
+
+# TORCH and TORCH_INDEX_URL as above. `--format docker`: the image format that has health checks.
+image:
+	$(call say,building the image epruntime:$(VARIANT))
+	@if docker info >/dev/null 2>&1; then build=(docker build); \
+	elif command -v podman >/dev/null; then build=(podman build --format docker); \
+	elif command -v buildah >/dev/null; then build=(buildah build --format docker); \
+	else echo "no builder: this needs docker with its engine running, podman, or buildah"; exit 1; fi; \
+	"$${build[@]}" --target "$(VARIANT)" --build-arg TORCH="$(TORCH)" --build-arg TORCH_INDEX_URL="$(TORCH_INDEX_URL)" \
+	    $(BUILD_ARGS) -t "epruntime:$(VARIANT)" .
 
 sizes:
 	@git ls-files '*.py' '*.pyi' '*.cpp' '*.h' '*.proto' | grep -v _pb2 | xargs wc -l | sort -n
