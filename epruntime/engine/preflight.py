@@ -34,10 +34,10 @@ logger = logging.getLogger("epruntime.engine.preflight")
 ANSWER_S = 15.0
 #: seconds that a call from rank to rank may take; a firewall that drops packets is found by it.
 CALL_S = 3.0
-#: seconds after which no further pairs are timed, for each of the two probes.
-TIMES_S = 2.0
-#: rounds of pairs that are timed before the clock is looked at again.
-_ROUNDS_AT_ONCE = 4
+#: seconds after which no further pairs are timed; the first pass over all pairs gets half of it.
+TIMES_S = 4.0
+#: bytes of probes that are timed before the clock is looked at again.
+_AT_ONCE_BYTES = 256 << 10
 _NUM_CLOCK_READINGS = 5
 #: seconds that ranks get to stop listening; one that does not is no reason to wait.
 _CLOSE_S = 1.0
@@ -249,19 +249,25 @@ class Preflight:
         return [Mismatch(**mismatch) for reply in replies for mismatch in reply["mismatches"]]
 
     async def _times(self, ranks: Sequence[RankHandle], hosts: Sequence[str]) -> list[PairTime]:
-        """All pairs with a small probe, then those that are fast enough with a larger one."""
-        first = schedule(hosts)
-        times = await self._time(ranks, first)
-        times += await self._time(ranks, with_sizes(first, times))
+        """All pairs with a small probe, then those that are fast enough with larger and larger ones."""
+        end = time.monotonic() + TIMES_S
+        rounds = schedule(hosts)
+        times = await self._pass(ranks, rounds, end - TIMES_S / 2)
+        last = times
+        while (rounds := with_sizes(rounds, last)) and time.monotonic() < end:
+            last = await self._pass(ranks, rounds, end)
+            times = merged([*times, *last])
         return merged(times)
 
-    async def _time(self, ranks: Sequence[RankHandle], rounds: Sequence[Round]) -> list[PairTime]:
+    async def _pass(self, ranks: Sequence[RankHandle], rounds: Sequence[Round], end: float) -> list[PairTime]:
+        """Times the pairs of all rounds, or of as many as there are before `end`, but at least of the first ones."""
         times: list[PairTime] = []
-        deadline = time.monotonic() + TIMES_S
-        for start in range(0, len(rounds), _ROUNDS_AT_ONCE):
-            if time.monotonic() > deadline:
+        largest = max((probe.num_bytes for probes in rounds for probe in probes), default=1)
+        at_once = max(1, _AT_ONCE_BYTES // largest)
+        for start in range(0, len(rounds), at_once):
+            if times and time.monotonic() > end:
                 break
-            wire = rounds_to_wire(rounds[start : start + _ROUNDS_AT_ONCE])
+            wire = rounds_to_wire(rounds[start : start + at_once])
             for reply in await self._ask(ranks, "times", [{"rounds": wire}] * len(ranks)):
                 times += [PairTime(**measured) for measured in reply["times"]]
         return times

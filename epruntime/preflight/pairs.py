@@ -13,8 +13,9 @@ from typing import Any
 
 #: pairs that are timed at most; of more, each pair of hosts has its part.
 MAX_PAIRS = 512
-#: bytes of the first, and at most of the second bandwidth probe of a pair; the second lasts about PROBE_S.
-FIRST_PROBE_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
+#: bytes of a pair's first bandwidth probe, and of its last at most. Each is up to GROWTH times the one before, and no
+#: longer than about PROBE_S: a link that lets a burst through and is slow after it does not keep everybody waiting.
+FIRST_PROBE_BYTES, MAX_PROBE_BYTES, GROWTH = 64 << 10, 4 << 20, 4
 PROBE_S = 0.1
 
 
@@ -94,12 +95,12 @@ def with_sizes(rounds: Sequence[Round], times: Sequence[PairTime]) -> list[Round
         slowest[key] = min(time.bytes_per_s, slowest.get(key, time.bytes_per_s))
     out = []
     for probes in rounds:
-        larger = [
-            replace(probe, num_bytes=size)
-            for probe in probes
-            if (size := min(int(slowest.get((probe.first, probe.second), 0.0) * PROBE_S), MAX_PROBE_BYTES))
-            >= 2 * FIRST_PROBE_BYTES
-        ]
+        larger = []
+        for probe in probes:
+            lasting = int(slowest.get((probe.first, probe.second), 0.0) * PROBE_S)
+            size = min(lasting, GROWTH * probe.num_bytes, MAX_PROBE_BYTES)
+            if size >= 2 * probe.num_bytes:
+                larger.append(replace(probe, num_bytes=size))
         if larger:
             out.append(tuple(larger))
     return out

@@ -105,11 +105,11 @@ def call_all(peers: Sequence[Peer], *, nonce: bytes, timeout_s: float) -> list[A
                 if line.answer is None:
                     selector.register(line.socket, selectors.EVENT_READ, line)
     answers = []
-    for line in lines:
-        if isinstance(line, _Line):
-            line.socket.close()
-            line = line.answer or Answer(error=f"no answer within {timeout_s:g} s")
-        answers.append(line)
+    for item in lines:
+        if isinstance(item, _Line):
+            item.socket.close()
+            item = item.answer or Answer(error=f"no answer within {timeout_s:g} s")
+        answers.append(item)
     return answers
 
 

@@ -147,7 +147,7 @@ def test_every_rank_makes_the_same_calls_and_every_pair_is_timed_both_ways() -> 
 
 def test_a_slow_direction_shows_in_its_times() -> None:
     """100 ms per MiB from rank 1: a probe of 256 KiB takes at least 25 ms, so at most 10.5 MB/s."""
-    rounds = [(Probe(first=0, second=1),)]
+    rounds = [(Probe(first=0, second=1, num_bytes=256 * 1024),)]
     began = time.monotonic()
     slow = partial(SlowLink, source=1, bytes_per_s=10 * 2**20)
     (there, back), _ = run_threads(2, partial(_times, rounds=rounds), wrap=slow)

@@ -63,11 +63,21 @@ def _time(source: int, destination: int, us: float = 100.0, mb: float = 1000.0, 
 
 def test_larger_probes_last_a_tenth_of_a_second_at_the_slower_direction() -> None:
     rounds = [(Probe(first=0, second=1), Probe(first=2, second=3)), (Probe(first=0, second=2),)]
-    times = [_time(0, 1, mb=20), _time(1, 0, mb=15), _time(2, 3, mb=1000), _time(3, 2, mb=2000), _time(0, 2, mb=3)]
+    times = [_time(0, 1, mb=3), _time(1, 0, mb=2), _time(2, 3, mb=1000), _time(3, 2, mb=2000), _time(0, 2, mb=1)]
+    assert FIRST_PROBE_BYTES == 65536  # at 1 MB/s a probe of 100 kB would tell nothing new
     assert with_sizes(rounds, times) == [
-        (Probe(first=0, second=1, num_bytes=1_500_000), Probe(first=2, second=3, num_bytes=MAX_PROBE_BYTES))
-    ]  # 3 MB/s: 300 kB would tell nothing new
-    assert FIRST_PROBE_BYTES * 2 > 300_000
+        (Probe(first=0, second=1, num_bytes=200_000), Probe(first=2, second=3, num_bytes=4 * 65536))
+    ]
+
+
+def test_probes_grow_step_by_step_to_their_limit() -> None:
+    """A link that lets 64 kB through at once looks fast at first: it must not be given megabytes then."""
+    rounds, sizes = [(Probe(first=0, second=1),)], []
+    while rounds:
+        sizes.append(rounds[0][0].num_bytes)
+        rounds = with_sizes(rounds, [_time(0, 1, mb=1e6), _time(1, 0, mb=1e6)])
+    assert sizes == [2**16, 2**18, 2**20, 2**22]
+    assert sizes[-1] == MAX_PROBE_BYTES
 
 
 def test_of_two_measurements_the_larger_probe_and_the_lower_latency_count() -> None:
