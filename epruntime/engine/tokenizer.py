@@ -119,14 +119,14 @@ class Tokenizer:
 
     def _check_template(self) -> None:
         # jinja2 is what transformers renders templates with
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import TemplateSyntaxError
 
         try:
             self.hf.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
-        except TemplateError as error:  # it may want other messages than this one
-            logger.info("the chat template refuses a single user message: %s", error)
+        except Exception as error:  # noqa: BLE001  a program that may want other messages than this one
+            logger.info("the chat template refuses a single user message: %s: %s", type(error).__name__, error)
 
 
 def _check_messages(messages: Sequence[dict[str, Any]]) -> None:

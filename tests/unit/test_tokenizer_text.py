@@ -113,7 +113,25 @@ def test_a_template_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, required=True, chat_template=str(tmp_path / "template"))
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ messages[0].content.nope() }}"])
+RAISING = [
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[0].content.nope() }}",
+    "{{ messages[0].content + 1 }}",
+]
+
+
+@pytest.mark.parametrize("template", RAISING)
+def test_a_template_file_may_want_other_messages_than_the_check_has(template: str, tmp_path: Path) -> None:
+    path = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path / "t")
+    file = tmp_path / "template"
+    file.write_text("{% if messages[0].content == 'x' %}" + template + "{% endif %}fine")
+    tokenizer = load_tokenizer(path, required=True, chat_template=str(file))
+    assert tokenizer is not None
+    assert tokenizer.encode_chat(MESSAGES)[0] == "fine"
+
+
+@pytest.mark.parametrize("template", RAISING)
 def test_whatever_a_template_raises_is_said_of_the_messages(template: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, template=template))
     with pytest.raises(InvalidRequestError, match="refuses these messages") as caught:
