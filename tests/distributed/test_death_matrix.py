@@ -191,7 +191,7 @@ def test_a_rank_stopped_before_the_ranks_meet_is_named_and_not_the_one_that_wait
         end(world.pool.ranks[1], signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(RankLostError) as caught:
-            await AsyncLLM.create(settings(world.model), rank_pool=world.pool)
+            await AsyncLLM.create(settings(world.model, preflight=False), rank_pool=world.pool)
         assert time.monotonic() - began < BOUND[signal.SIGSTOP]
         _check(caught.value, 1, signal.SIGSTOP)
         assert world.stamp(0).collective is Collective.RENDEZVOUS
