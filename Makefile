@@ -1,4 +1,4 @@
-# make demo | test | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
+# make demo | test | test-all | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
 #
 # .venv -> torch -> the project's dependencies -> the C++ kernels. Each step leaves a stamp in .venv/stamps, so that a
 # second run does nothing, and a change of TORCH, pyproject.toml or csrc repeats only what depends on it.
@@ -27,11 +27,12 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint
 CSRC := $(shell find csrc -type f 2>/dev/null)
 say = @echo "==> $(1)"
 
-.PHONY: help demo test mutants lint proto image sizes clean setup FORCE
+.PHONY: help demo test test-all mutants lint proto image sizes clean setup FORCE
 
 help:
 	@echo "make demo    a small MoE model on two Ray ranks, answers streamed through the gRPC client"
 	@echo "make test    the test suite"
+	@echo "make test-all the test suite with every architecture at every EP size (minutes more)"
 	@echo "make mutants faults put into the code one at a time, each of which a named test must catch (minutes)"
 	@echo "make lint    ruff, mypy, clang-format, import rules, generated proto modules"
 	@echo "make proto   generate the proto modules again"
@@ -87,6 +88,10 @@ demo: setup
 test: setup
 	$(call say,running the tests)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-all: setup
+	$(call say,running all tests)
+	@$(BIN)/python -m pytest -q -m '' $(PYTEST_ARGS)
 
 mutants: setup
 	$(call say,putting faults in)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from epruntime import envs
-from epruntime.cli import chat, collect_env, completion, generate, preflight, serve, server_facts, upcycle
+from epruntime.cli import chat, collect_env, completion, generate, models, preflight, serve, server_facts, upcycle
 from epruntime.cli.parser import CommandParser
 from epruntime.errors import EPRuntimeError
 from epruntime.version import __version__
@@ -43,7 +43,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"epruntime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (serve, preflight, generate, chat, server_facts, upcycle, collect_env, completion):
+    for command in (serve, preflight, generate, chat, server_facts, models, upcycle, collect_env, completion):
         command.add_parser(commands)
     return parser
 

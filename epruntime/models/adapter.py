@@ -24,6 +24,8 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from epruntime.errors import ConfigError, UnsupportedModelError
+from epruntime.models import families
+from epruntime.models.families.experts import InterfaceExperts
 
 logger = logging.getLogger("epruntime.models")
 
@@ -105,7 +107,8 @@ def causal_lm_architecture(config: transformers.PretrainedConfig) -> str | None:
 def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The module tree on the meta device: every name and shape, no memory. In evaluation mode.
 
-    Settings that would only cost time (router logits kept for a training loss) are switched off.
+    Settings that would only cost time (router logits kept for a training loss) are switched off. Experts that go
+    around transformers' experts interface are put on it where there is an adapter (`families`).
     """
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
@@ -113,6 +116,7 @@ def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) 
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            families.adapt(model)
     except Exception as error:  # a class of the library raises what it likes
         raise UnsupportedModelError(
             f"{config.model_type}: transformers {transformers.__version__} cannot build this "
@@ -173,7 +177,11 @@ def check_forward_arguments(model: torch.nn.Module) -> None:
 def use_hooks(model: Any, name: str) -> None:
     """Points attention and experts of every submodule to the functions registered as `name`."""
     model.set_attn_implementation(name)
-    model.set_experts_implementation(name)
+    own = [module for module in model.modules() if isinstance(module, InterfaceExperts)]
+    for module in own:
+        module.implementation = name
+    if not own:
+        model.set_experts_implementation(name)
 
 
 def register(

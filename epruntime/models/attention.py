@@ -18,6 +18,7 @@ import torch
 from epruntime.comm.progress import Stamps
 from epruntime.errors import UnsupportedModelError
 from epruntime.models.batch import ForwardBatch
+from epruntime.models.families import llama4
 from epruntime.models.info import KVLayerInfo
 from epruntime.models.probe import AttentionCall
 from epruntime.ops.attention import paged_attention, write_kv_cache
@@ -87,7 +88,23 @@ class PagedLayer(ABC):
 
 
 class KeyValueLayer(PagedLayer):
-    """Keys and values are cached as the module computes them."""
+    """Keys and values are cached as the module computes them.
+
+    Args:
+        temperatures_N, floor_scale: factor on a query by floor((position + 1) / floor_scale); None for none.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        kv: KVLayerInfo,
+        state: StepState,
+        *,
+        temperatures_N: torch.Tensor | None = None,
+        floor_scale: float = 1.0,
+    ) -> None:
+        super().__init__(call, kv, state)
+        self._temperatures_N, self._floor_scale = temperatures_N, floor_scale
 
     def attend(
         self,
@@ -102,6 +119,9 @@ class KeyValueLayer(PagedLayer):
         write_kv_cache(key[0].transpose(0, 1), self.k_cache_NBKD, slots_T)
         write_kv_cache(value[0].transpose(0, 1), self.v_cache_NBKV, slots_T)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if self._temperatures_N is not None:
+            index_T = torch.floor((self.state.current.positions_T.float() + 1.0) / self._floor_scale).long()
+            query = (query * self._temperatures_N[index_T][:, None]).to(query.dtype)
         return self._attend_cache(query[0].transpose(0, 1), scale, sinks_H)[None]
 
 
@@ -202,4 +222,8 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
 def make_layer(call: AttentionCall, kv: KVLayerInfo, state: StepState, module: torch.nn.Module) -> PagedLayer:
     if kv.latent:
         return LatentLayer(call, kv, state, module)
-    return KeyValueLayer(call, kv, state)
+    temperatures_N = getattr(module, llama4.TEMPERATURES, None)
+    if temperatures_N is None:
+        return KeyValueLayer(call, kv, state)
+    floor_scale = float(getattr(module, llama4.FLOOR_SCALE))
+    return KeyValueLayer(call, kv, state, temperatures_N=temperatures_N, floor_scale=floor_scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +144,31 @@ def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
             f"{path}: the index and the files disagree about {len(wrong)} tensors: "
             f"{', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''}"
         )
+
+
+def split_rows(checkpoint: Checkpoint, endings: dict[str, str], parts: int) -> Checkpoint:
+    """Some tensors cut along their first dimension into `parts` equal ones, which are found in the same bytes.
+
+    Args:
+        endings: ending of a tensor's name -> the ending its parts have, "*" standing for a part's number.
+
+    Raises:
+        CheckpointError: a tensor's first dimension is no multiple of `parts`.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in checkpoint.tensors.items():
+        ending = next((e for e in endings if name.endswith(e)), None)
+        if ending is None:
+            tensors[name] = entry
+            continue
+        if not entry.shape or parts < 1 or entry.shape[0] % parts:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} of shape {entry.shape} cannot be cut into {parts} parts, one per expert"
+            )
+        shape, size = (entry.shape[0] // parts, *entry.shape[1:]), entry.num_bytes // parts
+        for part in range(parts):
+            part_name = name.removesuffix(ending) + endings[ending].replace("*", str(part))
+            tensors[part_name] = replace(
+                entry, name=part_name, shape=shape, offset=entry.offset + part * size, num_bytes=size
+            )
+    return replace(checkpoint, tensors=tensors)

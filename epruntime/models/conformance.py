@@ -15,6 +15,16 @@ SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
     ("aria_text", "beam", "flint", "kolibri1", "sarvam_mla", "sarvam_moe"), (5, 24)
 )
 
+#: Types that are served in part: what every layer must have, or the model is refused by name (`refusal.explained`).
+_ALL_SOFTMAX = "softmax attention in every layer"
+PARTLY: dict[str, str] = {
+    **dict.fromkeys(
+        ("granitemoehybrid", "jamba", "lara_mini", "lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"),
+        _ALL_SOFTMAX,
+    ),
+    "deepseek_v4": "sliding-window attention in every layer",
+}
+
 #: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents). Those
 #: of the layers: dense (layers without routed experts among them).
 COVERED: dict[str, frozenset[str]] = {
@@ -23,8 +33,10 @@ COVERED: dict[str, frozenset[str]] = {
     "axk1": frozenset({"dense", "latent"}),
     "beam": frozenset({"dense", "window"}),
     "cohere2_moe": frozenset({"window"}),
+    "dbrx": frozenset(),
     "deepseek_v2": frozenset({"dense", "latent"}),
     "deepseek_v3": frozenset({"dense", "latent"}),
+    "deepseek_v4": frozenset({"sinks", "window"}),
     "dots1": frozenset({"dense", "window"}),
     "ernie4_5_moe": frozenset({"dense"}),
     "exaone_moe": frozenset({"dense", "window"}),
@@ -36,20 +48,29 @@ COVERED: dict[str, frozenset[str]] = {
     "gpt_oss": frozenset({"sinks", "window"}),
     "granitemoe": frozenset(),
     "granitemoe_swa": frozenset({"sinks", "window"}),
+    "granitemoehybrid": frozenset(),
     "granitemoeshared": frozenset(),
     "hunyuan_v1_moe": frozenset(),
     "hy_v3": frozenset({"dense"}),
+    "jamba": frozenset({"dense"}),
     "kolibri1": frozenset({"window"}),
     "laguna": frozenset({"dense", "window"}),
+    "lara_mini": frozenset(),
+    "lfm2_moe": frozenset({"dense"}),
+    "llama4_text": frozenset({"chunk", "dense"}),
+    "longcat_flash": frozenset({"latent"}),
     "mellum": frozenset({"dense", "window"}),
     "mimo_v2_flash": frozenset({"dense", "sinks", "window"}),
+    "minimax": frozenset(),
     "minimax_m2": frozenset(),
     "minimax_m3_vl_text": frozenset(),
     "mixtral": frozenset({"window"}),
     "olmoe": frozenset(),
     "phimoe": frozenset({"window"}),
     "qwen2_moe": frozenset({"dense", "window"}),
+    "qwen3_5_moe_text": frozenset(),
     "qwen3_moe": frozenset({"dense", "window"}),
+    "qwen3_next": frozenset(),
     "sarvam_mla": frozenset({"dense", "latent"}),
     "sarvam_moe": frozenset({"dense"}),
     "solar_open": frozenset(),

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
+from epruntime.models.families import layout_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,12 @@ class Conversions:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._layout = layout_of(model)
+        for parameter, sources in self._layout.stacked.items():
+            operations = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(sources) > 1 else [])]
+            self._converters.append(
+                WeightConverter(source_patterns=list(sources), target_patterns=parameter, operations=operations)
+            )
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._state = model.state_dict()
         plan = model._get_dtype_plan(dtype)
@@ -76,6 +83,8 @@ class Conversions:
 
     def destination(self, key: str) -> Destination | None:
         """Where checkpoint tensor `key` goes; None if the model has no such parameter."""
+        if self._layout.unused(key):
+            return None
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
         if target not in self._state and key in self._state:
@@ -141,7 +150,7 @@ class Conversions:
         patterns = set(self._model._keys_to_ignore_on_load_unexpected or ())
         if any(name.endswith("rotary_emb.inv_freq") for name, _ in self._model.named_buffers()):
             patterns.add(r"rotary_emb\.inv_freq")
-        return any(re.search(pattern, key) for pattern in patterns)
+        return self._layout.unused(key) or any(re.search(pattern, key) for pattern in patterns)
 
     def without_tied(self, missing: set[str]) -> set[str]:
         """Of the missing parameters, those that are not tied to one that is there."""

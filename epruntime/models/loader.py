@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, refusal
+from epruntime.models import adapter, families, refusal
 from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
-from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config
+from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config, split_rows
 from epruntime.models.conversions import Conversions
 from epruntime.models.generation_config import read_generation_config
 from epruntime.models.info import KVLayerInfo, ModelInfo
@@ -58,7 +58,7 @@ class _Structure:
         found = set(features_of(self.probe))
         if any(kv.latent for kv in self.kv_layers):
             found.add("latent")
-        if len(self.moe_layers) < len(self.kv_layers):
+        if len(self.moe_layers) < len({adapter.layer_index(call.module_name) for call in self.probe.attention}):
             found.add("dense")
         return frozenset(found)
 
@@ -112,13 +112,16 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     refusal.check_has_experts(model, config, experts)
     adapter.check_forward_arguments(model)
     refusal.check_rope(model)
-    probe = run_probe(model)
-    num_layers = int(config.num_hidden_layers)
-    if len(probe.attention) != num_layers:
-        raise UnsupportedModelError(
-            f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
-            "through the attention interface; the others cannot be served"
-        )
+    try:
+        probe = run_probe(model)
+        num_layers = int(config.num_hidden_layers)
+        if len(probe.attention) != num_layers:
+            raise UnsupportedModelError(
+                f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
+                "through the attention interface; the others cannot be served"
+            )
+    except UnsupportedModelError as error:
+        raise refusal.explained(config.model_type, error) from error
     unused = sorted(set(experts) - set(probe.top_k))
     if unused:
         raise UnsupportedModelError(f"{where}: {', '.join(unused)} are not reached through the experts interface")
@@ -153,6 +156,9 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     experts, probe = structure.experts, structure.probe
     num_experts = max(_num_experts(module) for module in experts.values())
     refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
+    layout = families.layout_of(model)
+    if layout.split:
+        checkpoint = split_rows(checkpoint, layout.split, layout.num_experts)
     generation = read_generation_config(path)
     shared_bytes, expert_bytes = _memory(model, experts)
     info = ModelInfo(
@@ -295,9 +301,10 @@ def _take_weights(module: Any) -> ExpertWeights:
         return parameter.data
 
     up = "gate_up_proj" if module.has_gate else "up_proj"
+    down = take("down_proj")
     return ExpertWeights(
         up_SIH=take(up),
-        down_SHI=take("down_proj"),
+        down_SHI=down.transpose(1, 2) if getattr(module, "down_transposed", False) else down,
         up_bias_SI=take(f"{up}_bias") if module.has_bias else None,
         down_bias_SH=take("down_proj_bias") if module.has_bias else None,
         transposed=bool(module.is_transposed),

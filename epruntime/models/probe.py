@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter
@@ -95,6 +97,7 @@ class _Recorder:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.attention: list[AttentionCall] = []
         self.top_k: dict[str, int] = {}
+        self.expert_calls: Counter[str] = Counter()
         self.updates: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
 
     # What a model asks of a cache that has seen nothing.
@@ -178,7 +181,8 @@ class _Recorder:
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         name = self.names[id(module)]
-        if name in self.top_k:
+        self.expert_calls[name] += 1
+        if self.expert_calls[name] > getattr(module, "calls_per_forward", 1):
             raise UnsupportedModelError(f"{name} is called more than once in one forward")
         if hidden_states.dim() != 2 or top_k_index.shape != top_k_weights.shape or top_k_index.dim() != 2:
             raise UnsupportedModelError(
@@ -187,7 +191,7 @@ class _Recorder:
             )
         if top_k_index.shape[1] < 1:
             raise UnsupportedModelError(f"{name} is called with no expert for a token: config.json says top-k 0")
-        self.top_k[name] = top_k_index.shape[1]
+        self.top_k[name] = self.top_k.get(name, 0) + top_k_index.shape[1]
         return torch.empty_like(hidden_states)
 
 
@@ -245,6 +249,19 @@ def first_visible(visibility: Visibility, position: int) -> int:
     return 0
 
 
+class _NoPadding(TorchFunctionMode):
+    """Padding on a sequence's left, which masks of chunked attention count on the model's device: there is none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*(_counted(a) for a in args), **(kwargs or {}))
+
+
+def _counted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type == "meta" and value.shape == (1,):
+        return torch.zeros(1, dtype=value.dtype)
+    return value
+
+
 class _Mask:
     """What the probe's mask function returns in place of a mask. Looked into only if a layer uses it."""
 
@@ -257,7 +274,8 @@ class _Mask:
 
     def _sees(self, q: int, k: int) -> bool:
         zero = torch.tensor(0)
-        return bool(self._function(zero, zero, torch.tensor(q), torch.tensor(k)))
+        with _NoPadding():
+            return bool(self._function(zero, zero, torch.tensor(q), torch.tensor(k)))
 
 
 def run_probe(model: torch.nn.Module) -> Probe:

@@ -9,7 +9,7 @@ import torch
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter
-from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, SINCE
+from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, PARTLY, SINCE
 
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
 _INDEXER = "its attention selects keys with a sparse indexer, which is not supported"
@@ -19,17 +19,10 @@ _OWN_EXPERTS = "its experts do not go through transformers' experts interface"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "qwen3_next",
-            "qwen3_5_moe_text",
             "qwen4_exp_text",
-            "lara_mini",
-            "minimax",
             "kimi_linear",
             "bailing_hybrid",
             "nemotron_h",
-            "lfm2_moe",
-            "granitemoehybrid",
-            "jamba",
             "zaya",
             "inkling_text",
             "inkling2_text",
@@ -46,12 +39,12 @@ REFUSED: dict[str, str] = {
         _LINEAR,
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note", "dots3_note_text"), _INDEXER),
-    **dict.fromkeys(("dbrx", "jetmoe", "doge"), _OWN_EXPERTS),
-    "deepseek_v4": "its attention compresses keys over several tokens, and its routers need token ids",
-    "llama4_text": "it scales queries by their place in the batch rather than in their sequence, and its experts do "
-    "not go through transformers' experts interface",
-    "longcat_flash": "it has identity experts, and its experts do not go through transformers' experts interface",
+    **dict.fromkeys(("jetmoe", "doge"), _OWN_EXPERTS),
 }
+
+#: model_type -> why a model of a type that is served in part (`conformance.PARTLY`) is not.
+_COMPRESSED = "its attention compresses keys over several tokens"
+REFUSED_PART: dict[str, str] = {t: _COMPRESSED if t == "deepseek_v4" else _LINEAR for t in PARTLY}
 
 #: Rotary embeddings whose frequencies transformers derives from the longest position in the batch.
 BATCH_DEPENDENT_ROPE = {"longrope", "dynamic"}
@@ -85,11 +78,9 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
     """Name of the causal LM class; refuses types of the table, other task heads and dense models' heads."""
     model_type = config.model_type
-    if model_type in REFUSED:
-        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {REFUSED[model_type]}")
-    since = SINCE.get(model_type)
-    if since is not None and adapter.version() < since:
-        raise UnsupportedModelError(f"{path}: {model_type} needs transformers {since[0]}.{since[1]} or newer")
+    reason = reason_against(model_type)
+    if reason is not None:
+        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {reason}")
     architecture = adapter.causal_lm_architecture(config)
     if architecture is None:
         raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
@@ -99,6 +90,16 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
             f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as {architecture} only"
         )
     return architecture
+
+
+def reason_against(model_type: str) -> str | None:
+    """Why a type is refused whatever its configuration says; None if it is not."""
+    if model_type in REFUSED:
+        return REFUSED[model_type]
+    since = SINCE.get(model_type)
+    if since is not None and adapter.version() < since:
+        return f"it needs transformers {since[0]}.{since[1]} or newer"
+    return None
 
 
 def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
@@ -143,6 +144,16 @@ def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, to
     raise UnsupportedModelError(
         f"{name} has no routed experts: it is a dense model, and Mixture-of-Experts models are "
         "served (`epruntime upcycle` makes one of a dense model)"
+    )
+
+
+def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModelError:
+    """What the probe refused, with what is known of a type that is served in part."""
+    if model_type not in PARTLY:
+        return error
+    return UnsupportedModelError(
+        f"{model_type} is served with {PARTLY[model_type]}; of this model that is not true: {REFUSED_PART[model_type]} "
+        f"({error})"
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from epruntime.errors import UnsupportedModelError
 
 
@@ -25,6 +27,9 @@ class LastHidden:
 
     def __init__(self, model: Any) -> None:
         base = model.base_model
+        if base is model:  # Llama 4's text model names the base of the multimodal one
+            bases = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+            base = bases[0] if len(bases) == 1 else model
         if base is model:
             raise UnsupportedModelError(f"{type(model).__name__} has no base model apart from its head")
         self._run = base.forward

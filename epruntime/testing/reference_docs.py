@@ -17,7 +17,7 @@ from epruntime import envs
 from epruntime.cli.flags import attribute_docs, flag_of
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.config.engine import has_default
-from epruntime.models.conformance import COVERED
+from epruntime.models.conformance import COVERED, PARTLY
 from epruntime.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,7 @@ _WORDS = {
         "": "full",
         "dense": "some are dense",
         "moe": "all are MoE",
+        "partly": " (served if all layers have it)",
     },
     "README.zh-CN.md": {
         "window": "滑动窗口",
@@ -47,6 +48,7 @@ _WORDS = {
         "": "全注意力",
         "dense": "含稠密层",
         "moe": "全部为 MoE",
+        "partly": " (每层皆须如此)",
     },
 }
 _BEGIN, _END = "<!-- served architectures: generated -->", "<!-- end of the generated part -->"
@@ -119,9 +121,8 @@ def models_table(file: str) -> str:
     rows = []
     for model_type, features in sorted(COVERED.items()):
         attention = [words[name] for name in ("latent", "window", "chunk", "sinks", "softcap") if name in features]
-        rows.append(
-            (f"`{model_type}`", ", ".join(attention) or words[""], words["dense" if "dense" in features else "moe"])
-        )
+        kind = (", ".join(attention) or words[""]) + (words["partly"] if model_type in PARTLY else "")
+        rows.append((f"`{model_type}`", kind, words["dense" if "dense" in features else "moe"]))
     return _table(_MODEL_TABLES[file], rows)
 
 

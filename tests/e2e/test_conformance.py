@@ -15,6 +15,7 @@ import torch
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
 from epruntime.models.loader import load_model
+from epruntime.models.small_config import small_config
 from epruntime.testing import tiny_models
 from epruntime.testing.ragged import SCHEDULE, RaggedDriver, compare, local_runtime, reference_logits, sequences_for
 
@@ -105,6 +106,25 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "afmoe": [{"layer_types": _ALTERNATE}, {"num_dense_layers": 0}],
     "hunyuan_v1_moe": [{"attention_bias": True}],
     "mimo_v2_flash": [{"v_head_dim": 8}],
+    "llama4_text": [
+        {"num_experts_per_tok": 2},
+        {"interleave_moe_layer_step": 2},
+        {"use_qk_norm": False},
+        {"attn_temperature_tuning": False},
+        {"no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 5, "attention_bias": True},
+    ],
+    "longcat_flash": [{"zero_expert_num": 0}, {"router_bias": True}, {"moe_topk": 12}, {"attention_bias": True}],
+    "dbrx": [
+        {
+            "ffn_config": {
+                "ffn_hidden_size": 40,
+                "moe_num_experts": 5,
+                "moe_top_k": 3,
+                "moe_normalize_expert_weights": 2.0,
+            }
+        },
+        {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_normalize_expert_weights": None}},
+    ],
 }
 TYPES = tiny_models.available(COVERED)
 CASES = [
@@ -141,9 +161,10 @@ def test_bf16_is_as_near_as_eager_bf16(model_type: str, tmp_path: Path) -> None:
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="auto", moe=local_runtime())
     assert model.info.dtype == "bfloat16"
-    found = compare(reference, model)
+    found = [compare(reference, model, seed=seed) for seed in (1, 2, 3)]  # a router that flips moves one's median
     assert tuple(model.forward(ForwardBatch.idle()).shape) == (0, model.info.vocab_size)
-    assert found.median_error <= 1.5 * found.median_eager_error + 1e-3 * found.largest_logit, found
+    error, eager = (sum(getattr(c, name) for c in found) for name in ("median_error", "median_eager_error"))
+    assert error <= 1.5 * eager + 1e-3 * found[0].largest_logit, found
 
 
 def test_every_claimed_feature_is_reached() -> None:
@@ -154,7 +175,7 @@ def test_every_claimed_feature_is_reached() -> None:
     for model_type in TYPES:
         reached: set[str] = set()
         for overrides in ({}, *VARIANTS.get(model_type, [])):
-            config = tiny_models.make_config(model_type, **_case(model_type, overrides))
+            config = small_config(model_type, **_case(model_type, overrides))
             model = adapter.build_meta_model(config, torch.float32)
             reached |= loader.features_of_model(model, config)
             rope |= adapter.rope_types(model)
@@ -193,7 +214,9 @@ def test_padding_is_never_routed_nor_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text", "longcat_flash", "dbrx"]
+)
 def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tmp_path: Path) -> None:
     """Bit for bit, in strict mode: one sequence alone, and the same in chunks among others in a wider batch."""
     _, reference = tiny_models.build(model_type)

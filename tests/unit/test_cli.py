@@ -17,6 +17,7 @@ from epruntime.version import __version__
 
 COMMANDS = (
     "serve", "generate", "chat", "info", "health", "tokenize", "detokenize", "upcycle", "collect-env", "completion",
+    "models",
 )  # fmt: skip
 #: fields that a chat has no use for: it shows one answer, as text
 NOT_IN_CHAT = {"n", "logprobs", "prompt_logprobs"}

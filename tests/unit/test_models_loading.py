@@ -23,14 +23,32 @@ from epruntime.testing.holder import Holder
 from epruntime.testing.ragged import compare, local_runtime
 
 
+def _on_the_interface(reference: Any, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The library's tensors, those of experts in the form [E, 2I, H], [E, H, I] where the family keeps another."""
+    config = reference.config
+    if config.model_type == "dbrx":
+        for name in [n for n in theirs if n.endswith(".experts.mlp.w1")]:
+            prefix = name.removesuffix("mlp.w1")
+            w1, v1, w2 = (
+                theirs.pop(f"{prefix}mlp.{matrix}").view(config.ffn_config.moe_num_experts, -1, config.d_model)
+                for matrix in ("w1", "v1", "w2")
+            )
+            theirs[f"{prefix}gate_up_proj"] = torch.cat((w1, v1), dim=1)
+            theirs[f"{prefix}down_proj"] = w2.transpose(1, 2)
+    if config.model_type == "longcat_flash":
+        for name in [n for n in theirs if n.endswith(".experts.gate_up_proj")]:
+            theirs[name] = theirs[name][: config.n_routed_experts]
+    return theirs
+
+
 def _check_equal(path: Path, local: Sequence[int], dtype: torch.dtype) -> None:
     """Every parameter and buffer equals the library's, experts cut to `local`."""
     holder = Holder(local)
     loaded = load_model(path, dtype=str(dtype).removeprefix("torch."), moe=holder)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    experts = {name for name, module in reference.named_modules() if hasattr(module, "has_gate")}
+    experts = {name for name, module in loaded.module.named_modules() if hasattr(module, "has_gate")}
     mine = dict(loaded.module.named_parameters()) | dict(loaded.module.named_buffers())
-    theirs = dict(reference.named_parameters()) | dict(reference.named_buffers())
+    theirs = _on_the_interface(reference, dict(reference.named_parameters()) | dict(reference.named_buffers()))
     moved = set()
     for name, tensor in theirs.items():
         module, _, short = name.rpartition(".")

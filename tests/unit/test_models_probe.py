@@ -10,7 +10,7 @@ import torch
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter
 from epruntime.models.probe import Visibility, first_visible, run_probe, visibility_of
-from epruntime.testing import tiny_models
+from epruntime.models.small_config import small_config
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8, 128, 4096, 131072])
@@ -46,13 +46,13 @@ def test_first_visible() -> None:
 
 
 def _probe(model_type: str, **overrides: Any) -> Any:
-    config = tiny_models.make_config(model_type, **overrides)
+    config = small_config(model_type, **overrides)
     return run_probe(adapter.build_meta_model(config, torch.float32))
 
 
 def test_windows_that_only_the_mask_knows() -> None:
     overrides = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3}
-    kinds = tiny_models.make_config("qwen2_moe", **overrides).layer_types
+    kinds = small_config("qwen2_moe", **overrides).layer_types
     expected = [Visibility(window=6) if kind == "sliding_attention" else Visibility() for kind in kinds]
     assert len(set(kinds)) == 2
     assert [c.visibility for c in _probe("qwen2_moe", **overrides).attention] == expected

@@ -1,0 +1,59 @@
+"""`epruntime models`: every Mixture-of-Experts architecture of the installed transformers, served or not, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from typing import Any
+
+_DESCRIPTION = """Lists every Mixture-of-Experts architecture that the installed transformers has, and says of each
+whether a checkpoint of it is served. The list is computed: a small model of each is built without weights and asked
+what it does. Takes about 15 seconds."""
+_WIDTH = 120
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "models", help="list architectures, served or not, with reasons", description=_DESCRIPTION
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import transformers
+
+    from epruntime.models.survey import survey
+
+    found = survey()
+    served = sum(verdict.served for verdict in found)
+    if args.json:
+        facts = {
+            "transformers": transformers.__version__,
+            "served": served,
+            "models": [verdict.to_dict() for verdict in found],
+        }
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(table([verdict.to_dict() for verdict in found]))
+    version = transformers.__version__
+    print(f"\n{served} of {len(found)} Mixture-of-Experts architectures of transformers {version} are served.")
+    return 0
+
+
+def table(models: list[dict[str, Any]]) -> str:
+    """Rows of `survey`, served ones first, reasons wrapped."""
+    rows = [("MODEL TYPE", "SERVED", "FEATURES, OR WHY NOT")]
+    for model in sorted(models, key=lambda m: (not m["served"], m["model_type"])):
+        text = model["reason"]
+        if model["served"]:
+            text = "; ".join(part for part in (", ".join(model["features"]), model["reason"]) if part)
+        rows.append((model["model_type"], model["how"] or "no", text))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    lines = []
+    for row in rows:
+        first, *more = textwrap.wrap(row[2], _WIDTH - sum(widths)) or [""]
+        lines.append((row[0].ljust(widths[0]) + row[1].ljust(widths[1]) + first).rstrip())
+        lines += [" " * sum(widths) + line for line in more]
+    return "\n".join(lines)
