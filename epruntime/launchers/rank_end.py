@@ -18,6 +18,9 @@ from epruntime.launchers.handle import RankHandle
 
 logger = logging.getLogger("epruntime.launchers.rank_end")
 
+#: What comes behind it in an error's text a rank has printed: for those who may know its log.
+LAST_WORDS = "; its last words:"
+
 #: seconds given to a rank: to leave when asked, when told (SIGTERM), and to be gone after SIGKILL.
 _LEAVE_S, _TERMINATE_S, KILL_S = 3.0, 2.0, 10.0
 
@@ -97,7 +100,7 @@ async def stop_rank(rank: RankHandle) -> None:
 def said(rank: RankHandle) -> str:
     """Its last words, for the end of an error's text."""
     tail = rank.process.output_tail() if rank.process is not None else []
-    return "; its last words:\n  " + "\n  ".join(tail) if tail else ""
+    return f"{LAST_WORDS}\n  " + "\n  ".join(tail) if tail else ""
 
 
 async def _end_process(process: RankProcess, connection: Connection | None) -> None:

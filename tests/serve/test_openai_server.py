@@ -16,6 +16,7 @@ from serving import wait_until
 from epruntime.config import ServeConfig
 from epruntime.engine.status import EngineState
 from epruntime.errors import ConfigError, RankLostError
+from epruntime.launchers.rank_end import LAST_WORDS
 from epruntime.serve.access import AccessCheck
 from epruntime.serve.openai import connection as connections
 
@@ -175,6 +176,15 @@ def test_health_follows_server_and_ranks():
         server.call(server.llm.die, RankLostError(slot=1, host="b", detail="step 3"))
         check(503, "rank 1 on host b is lost")
         assert "rank 1 on host b is lost" in complete().text
+
+
+def test_health_is_open_and_tells_no_log():
+    lost = RankLostError(slot=1, host="b", detail=f"killed by SIGKILL{LAST_WORDS}\n  secret path")
+    with HttpServing(api_key=("t",)) as server, httpx2.Client(base_url=server.url) as http:
+        server.call(server.llm.die, lost)
+        assert http.get("/health").json()["error"]["message"] == "rank 1 on host b is lost: killed by SIGKILL"
+        headers = {"Authorization": "Bearer t"}
+        assert "secret path" in http.post("/v1/completions", json={"prompt": "a"}, headers=headers).text
 
 
 # clients that leave or do not read
