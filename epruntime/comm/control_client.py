@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -176,10 +176,8 @@ class ControlClient:
                     raise ConnectionClosedError(f"the coordinator at {self._bootstrap.address} closed the connection")
                 for payload in self._reader.payloads(received):
                     self._inbox.append(decode(payload))
-        except TimeoutError:
-            raise
         except OSError as error:
-            raise ConnectionClosedError(f"control connection to {self._bootstrap.address}: {error}") from error
+            self._lost(error)
         except ProtocolError:
             self.close()
             raise
@@ -198,10 +196,15 @@ class ControlClient:
                         sent -= len(views.pop(0))
                     if views and sent:
                         views[0] = views[0][sent:]
-            except TimeoutError:
-                raise
             except OSError as error:
-                raise ConnectionClosedError(f"control connection to {self._bootstrap.address}: {error}") from error
+                self._lost(error)
+
+    def _lost(self, error: OSError) -> NoReturn:
+        """Raises what it means; a timeout of the handshake is none of the connection's, which the kernel gives up on
+        with the same error."""
+        if isinstance(error, TimeoutError) and self._sock.gettimeout() is not None:
+            raise error
+        raise ConnectionClosedError(f"control connection to {self._bootstrap.address}: {error}") from error
 
     def _refuse(self, message: Message, generation: int) -> None:
         text = f"message {message['type']!r} is of generation {generation}, this rank is at {self.generation}"

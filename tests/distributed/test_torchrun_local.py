@@ -165,7 +165,8 @@ def test_exit_code_of_a_program_and_more_ranks_than_workers(program):
     assert job.output.count("main ") == 1
     assert "exitcode  : 7" in job.output
     assert "the coordinator, on this host, ended: exit code 7" in job.output
-    assert "LaunchError 3 ranks were asked for (expert_parallel_size), and torchrun has started 2 workers on 1 hosts" in job.output
+    words = "LaunchError 3 ranks were asked for (expert_parallel_size), and torchrun has started 2 workers on 1 hosts"
+    assert words in job.output
 
 
 def test_a_program_without_handlers_ends_at_ctrl_c(program):
