@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ def _docker(words: list[str]) -> str:
     _, stages = dockerfile.parse((ROOT / "Dockerfile").read_text())
     if words[0] == "build":
         arguments = {instruction.text.partition("=")[0] for instruction in stages["build"].all("ARG")}
-        given = {word.partition("=")[0] for flag, word in zip(words, words[1:], strict=False) if flag == "--build-arg"}
+        given = {word.partition("=")[0] for flag, word in itertools.pairwise(words) if flag == "--build-arg"}
         is_known = words[words.index("--target") + 1] in stages and given <= arguments
         return "" if is_known else "the Dockerfile has no such target or argument"
     at = words.index("epruntime:cpu")

@@ -75,7 +75,7 @@ def test_programs_compile_and_their_keywords_exist(page: str) -> None:
 @PAGES
 def test_own_settings_exist_and_findings_do(page: str) -> None:
     assert {name for name in settings(page) if name.startswith("EPRUNTIME_")} <= envs.VARIABLES.keys()
-    assert {name for name in re.findall(r"\bEPRUNTIME_[A-Z_]+", page)} <= envs.VARIABLES.keys()
+    assert set(re.findall(r"\bEPRUNTIME_[A-Z_]+", page)) <= envs.VARIABLES.keys()
     named = re.findall(r"`((?:address|mtu|exchange|cpus)-[a-z]+)`", page)
     preflight = (ROOT / "docs/preflight.md").read_text()
     assert named
