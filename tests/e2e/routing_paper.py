@@ -1,4 +1,4 @@
-"""Routing rules on paper: fp64, one token at a time, nothing of transformers; and a served block to hold against them."""
+"""Routing rules on paper (fp64, one token at a time, nothing of transformers), and served blocks to compare with."""
 
 from __future__ import annotations
 
