@@ -187,10 +187,16 @@ class Preflight:
             readings = [await self._clock_reading(rank) for _ in range(_NUM_CLOCK_READINGS)]
             return min(readings, key=lambda reading: reading[1])
 
-        readings = [asyncio.ensure_future(best_of(rank)) for rank in ranks]
-        return await gather(
-            ranks, readings, what="preflight (clock)", limit_s=ANSWER_S, option="a fixed limit of preflight"
-        )
+        tasks = [asyncio.ensure_future(best_of(rank)) for rank in ranks]
+        for task in tasks:  # of several errors one is raised; asyncio would complain of the others
+            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        try:
+            return await gather(
+                ranks, tasks, what="preflight (clock)", limit_s=ANSWER_S, option="a fixed limit of preflight"
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _clock_reading(self, rank: RankHandle) -> tuple[float, float]:
         sent, began = time.time(), time.perf_counter()
