@@ -1,4 +1,4 @@
-"""The command line of launch/ray_serve.py: kernels into the job, a drain that ends before Ray's patience, then serve."""
+"""The command line of launch/ray_serve.py: kernels into the job, a drain that Ray waits for, then serve."""
 
 from __future__ import annotations
 

@@ -116,8 +116,12 @@ class RayGroup:
                 + "\n".join(f"  node {node.host}: {dict(node.free or {})} free" for node in alive_nodes())
             )
         nodes = table["bundles_to_node_id"]
+        free = ray._private.state.available_resources_per_node()
+        if not all(f"bundle_group_{index}_{name}" in free.get(node, {}) for index, node in nodes.items()):
+            time.sleep(_LOOK_S)  # what nodes report is a moment behind
+            return f"Ray did not say within {timeout_s:g} s what of the given placement group {name} is free"
         bundles = [
-            Bundle(index=index, total=total, free=self._free_in(name, index, nodes[index], total))
+            Bundle(index=index, total=total, free=_free_in(free[nodes[index]], name, index, total))
             for index, total in sorted(table["bundles"].items())
         ]
         self._choose([bundle.free.get("CPU", 0.0) for bundle in bundles], num_ranks, threads_per_rank)
@@ -138,8 +142,7 @@ class RayGroup:
             self.threads = threads_per_rank or threads_that_fit(free_cpus, num_ranks)
             self.need = {"CPU": float(self.threads)}
 
-    @staticmethod
-    def _free_in(group: str, index: int, node_id: str, total: Mapping[str, float]) -> dict[str, float]:
-        """What of a bundle nobody has taken yet. Ray keeps it as a resource of its node."""
-        free = ray._private.state.available_resources_per_node().get(node_id, {})
-        return {name: free.get(f"{name}_group_{index}_{group}", 0.0) for name in total}
+
+def _free_in(node: Mapping[str, float], group: str, index: int, total: Mapping[str, float]) -> dict[str, float]:
+    """What of a bundle nobody has taken yet. Ray keeps it as resources of the bundle's node, of this name."""
+    return {name: node.get(f"{name}_group_{index}_{group}", 0.0) for name in total}

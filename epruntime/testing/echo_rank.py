@@ -57,6 +57,7 @@ def _act(client: ControlClient, bootstrap: RankBootstrap, message: dict[str, Any
                 "pid": os.getpid(),
                 "sid": os.getsid(0),
                 "threads": bootstrap.threads,
+                "device_index": bootstrap.device_index,
                 "argv": sys.orig_argv,
                 "environment": dict(os.environ),
             }

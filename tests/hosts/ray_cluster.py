@@ -6,14 +6,14 @@ with it.
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from epruntime.testing.hosts import Host, HostProcess, StandInHosts
+from epruntime.testing.hosts import Host, HostProcess
 
 RAY = str(Path(sys.executable).with_name("ray"))
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
@@ -29,6 +29,8 @@ def ray_environment(folder: Path | None) -> dict[str, str]:
     environment = {
         "RAY_TMPDIR": Host.temporary,
         "RAY_USAGE_STATS_ENABLED": "0",
+        # an activated virtual environment: a job's entry says `python`
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         # Ray's workers give way to everything else by default, and a test has a deadline.
         "RAY_worker_niceness": "0",
     }
@@ -51,7 +53,7 @@ class RayCluster:
 
     def __init__(
         self,
-        hosts: StandInHosts,
+        hosts: Sequence[Host],
         environment: Mapping[str, str],
         *,
         num_cpus: int = 1,
@@ -66,7 +68,7 @@ class RayCluster:
             self.head, "--head", f"--port={GCS_PORT}", f"--dashboard-host={self.head.address}",
             f"--dashboard-port={DASHBOARD_PORT}", "--include-dashboard=true",
         )  # fmt: skip
-        for host in self.hosts.hosts[1:]:
+        for host in self.hosts[1:]:
             self.start_node(host, f"--address={self.address}")
 
     def start_node(self, host: Host, *arguments: str) -> None:
@@ -93,13 +95,7 @@ class RayCluster:
             command, environment=self.client_environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def wait_for_status(self, job_id: str, *statuses: str, timeout_s: float = 30) -> str:
-        """Waits until the job has one of the statuses, which `ray job status` prints in capitals."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            words = self.job("status", job_id)
-            for status in statuses:
-                if status in words:
-                    return status
-            assert time.monotonic() < deadline, words
-            time.sleep(0.2)
+    def log(self, name: str) -> str:
+        """A file of the head node's logs."""
+        session = self.head.path(f"{self.head.temporary}/ray/session_latest").readlink()
+        return self.head.path(session / "logs" / name).read_text()
