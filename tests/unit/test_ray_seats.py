@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from epruntime.launchers.ray_seats import Node, no_room_text, seats_in_node_order, threads_that_fit
+from epruntime.launchers.ray_seats import (
+    Bundle,
+    Node,
+    bundles_for_ranks,
+    local_device_index,
+    no_room_in_group_text,
+    no_room_text,
+    seats_in_node_order,
+    threads_that_fit,
+)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +74,63 @@ def test_no_room_says_what_was_asked_and_what_there_is():
     ):
         assert part in text
     assert "no alive node" in no_room_text(1, {"GPU": 1.0}, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("free", "num_ranks", "need", "places"),
+    [
+        ([4, 4], 2, 1, [0, 1]),  # one for each, not both in the first
+        ([4, 4], 3, 1, [0, 0, 1]),
+        ([4, 4], 2, 4, [0, 1]),
+        ([0, 4, 4], 2, 4, [1, 2]),  # the first is the caller's own
+        ([9], 4, 2, [0, 0, 0, 0]),
+        ([1, 5, 2], 4, 1, [0, 1, 1, 2]),  # a second one where there is room for it
+        ([1.5, 1.5], 3, 1, []),
+        ([], 1, 1, []),
+    ],
+)
+def test_ranks_go_round_the_bundles(free, num_ranks, need, places):
+    assert bundles_for_ranks([{"CPU": float(cpus)} for cpus in free], num_ranks, {"CPU": float(need)}) == places
+
+
+def test_a_bundle_without_the_resource_has_no_room():
+    assert bundles_for_ranks([{"CPU": 8.0}, {"GPU": 1.0}], 1, {"GPU": 1.0}) == [1]
+    assert bundles_for_ranks([{"CPU": 8.0}], 1, {"GPU": 1.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu_id", "visible", "index"),
+    [
+        ("3", None, 3),
+        ("3", "", 3),
+        ("4", "4,5", 0),
+        ("5", "4,5", 1),
+        ("0", "2, 1, 0", 2),
+        ("GPU-ab", "GPU-cd,GPU-ab", 1),
+        ("MIG-7", "MIG-7", 0),
+    ],
+)
+def test_device_index_counts_among_the_visible(gpu_id, visible, index):
+    assert local_device_index(gpu_id, visible) == index
+
+
+@pytest.mark.parametrize(("gpu_id", "visible"), [("0", "4,5"), ("GPU-ab", None)])
+def test_a_gpu_that_the_process_cannot_see_is_an_error(gpu_id, visible):
+    with pytest.raises(ValueError, match="Ray gave GPU"):
+        local_device_index(gpu_id, visible)
+
+
+def test_no_room_in_a_group_says_what_was_asked_and_what_there_is():
+    bundles = [
+        Bundle(index=0, total={"CPU": 4.0}, free={"CPU": 1.5}),
+        Bundle(index=2, total={"GPU": 1.0}, free={"GPU": 1.0}),
+    ]
+    text = no_room_in_group_text(3, {"CPU": 2.0}, bundles, "abc")
+    for part in (
+        "placement group abc",
+        "3 ranks of 2 CPU each",
+        "bundle 0: CPU 1.5 free of 4",
+        "bundle 2: CPU 0 free of 0",
+        "expert_parallel_size",
+    ):
+        assert part in text
