@@ -439,4 +439,47 @@ SERVING = (
     ),
 )
 
-FAULTS = (*EXPERTS, *SAMPLING, *SCHEDULING, *CONTROL, *SERVING)
+PREFLIGHT = (
+    Fault(
+        id="payload-without-source",
+        words="preflight's payload does not depend on who sends it",
+        file="epruntime/preflight/payload.py",
+        old="key = (source * 0x9E37_79B1 + destination",
+        new="key = (destination",
+        test="tests/unit/test_preflight_exchange.py::test_payloads_of_all_pairs_differ_and_rows_do_not_depend_on_their_number",
+    ),
+    Fault(
+        id="rows-not-compared",
+        words="preflight compares what rows say of themselves, and not all their bytes",
+        file="epruntime/preflight/payload.py",
+        old="    wrong_NB = rows_NB != expected_NB\n",
+        new="    wrong_NB = rows_NB[:, :MIN_ROW_BYTES] != expected_NB[:, :MIN_ROW_BYTES]\n",
+        test="tests/unit/test_preflight_exchange.py::test_a_flipped_bit_is_found_with_its_place",
+    ),
+    Fault(
+        id="memory-of-one-rank-only",
+        words="preflight does not add up what the ranks of a host need",
+        file="epruntime/preflight/checks_hosts.py",
+        old="sure, total = sum(rank.need.sure for rank in members)",
+        new="sure, total = max(rank.need.sure for rank in members)",
+        test="tests/unit/test_preflight_checks.py::test_memory_of_ranks_on_one_host_adds_up",
+    ),
+    Fault(
+        id="any-greeting-is-right",
+        words="preflight takes a rank of another run for the one that was called",
+        file="epruntime/worker/peer_calls.py",
+        old="slot if theirs == nonce else -1",
+        new="slot",
+        test="tests/unit/test_peer_calls.py::test_each_call_is_answered_by_its_rank",
+    ),
+    Fault(
+        id="preflight-errors-ignored",
+        words="the start goes on although preflight has found errors",
+        file="epruntime/preflight/verdict.py",
+        old="        return not self.errors\n",
+        new="        return True\n",
+        test="tests/unit/test_preflight_verdict.py::test_errors_decide_and_come_first",
+    ),
+)
+
+FAULTS = (*EXPERTS, *SAMPLING, *SCHEDULING, *CONTROL, *SERVING, *PREFLIGHT)
