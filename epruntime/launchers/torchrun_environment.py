@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from epruntime import envs
 from epruntime.errors import ConfigError
 
 #: seconds that torchrun's agent gives its workers after it was told to end, unless it is told otherwise
@@ -117,8 +116,7 @@ def take_job_secret(environment: MutableMapping[str, str]) -> bytes | None:
 
     It is removed: neither ranks nor what else is started need it.
     """
-    text = str(envs.get(_JOB_SECRET))
-    environment.pop(_JOB_SECRET, None)
+    text = environment.pop(_JOB_SECRET, "")
     return hashlib.sha256(b"epruntime job secret 1\0" + text.encode()).digest() if text else None
 
 

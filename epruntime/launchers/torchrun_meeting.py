@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 MODULE = "epruntime.launchers.torchrun_meeting"
-#: begins a line of the messenger that holds a letter; other lines are torch's words, or the messenger's last ones.
-LETTER = "letter: "
+#: begin lines of the messenger that hold a letter, and why it ends; others are torch's.
+LETTER, REASON = "letter: ", "reason: "
 
 #: seconds to reach the store, and between looks for another letter.
-_STORE_TIMEOUT_S, _LOOK_S = 60.0, 0.5
+_STORE_TIMEOUT_S, _LOOK_S = 30.0, 0.5
 _KEY = "coordinator"
 
 
@@ -134,10 +134,10 @@ def main() -> int:
                 last = letter
                 print(f"{LETTER}{letter.hex()}", flush=True)
     except LaunchError as error:
-        print(error, flush=True)
+        print(f"{REASON}{error}", flush=True)
         return 1
     except RuntimeError as error:
-        print(f"torchrun's store is gone: {str(error).splitlines()[0]}", flush=True)
+        print(f"{REASON}torchrun's store is gone: {str(error).splitlines()[0]}", flush=True)
         return 1
     return 0
 

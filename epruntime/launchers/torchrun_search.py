@@ -17,7 +17,7 @@ from epruntime.errors import HandshakeError, LaunchError
 from epruntime.launchers.caller_thread import CallerThread
 from epruntime.launchers.import_path import import_path
 from epruntime.launchers.torchrun_environment import TorchrunWorker
-from epruntime.launchers.torchrun_meeting import LETTER, MODULE, MeetingLetter, messenger_input
+from epruntime.launchers.torchrun_meeting import LETTER, MODULE, REASON, MeetingLetter, messenger_input
 
 logger = logging.getLogger("epruntime.launchers.torchrun_search")
 
@@ -70,20 +70,22 @@ class CoordinatorSearch:
             await asyncio.gather(reading, connecting, messenger.wait(), return_exceptions=True)
 
     async def _read(self, messenger: asyncio.subprocess.Process) -> str:
-        """Takes letters for as long as the messenger brings them; its last words."""
+        """Takes letters for as long as the messenger brings them; why it ended."""
         assert messenger.stdin is not None
         assert messenger.stdout is not None
         messenger.stdin.write(messenger_input(self._worker))
-        words = "the messenger to torchrun's store ended without a word"
-        while line := (await messenger.stdout.readline()).decode(errors="replace").strip():
-            if not line.startswith(LETTER):
-                words = line
-                continue
-            letter = MeetingLetter.from_bytes(bytes.fromhex(line.removeprefix(LETTER)))
-            if self._newest.done():
-                self._newest = asyncio.get_running_loop().create_future()
-            self._newest.set_result(letter)
-        return words
+        reason = "the messenger to torchrun's store ended without a word"
+        while line := (await messenger.stdout.readline()).decode(errors="replace"):
+            if line.startswith(REASON):
+                reason = line.removeprefix(REASON).strip()
+            elif line.startswith(LETTER):
+                letter = MeetingLetter.from_bytes(bytes.fromhex(line.removeprefix(LETTER)))
+                if self._newest.done():
+                    self._newest = asyncio.get_running_loop().create_future()
+                self._newest.set_result(letter)
+            else:
+                logger.debug("messenger: %s", line.rstrip())
+        return reason
 
     async def _connect(self) -> Found:
         """Tries the newest letter again and again: a coordinator of an earlier start may have left an old one."""

@@ -347,6 +347,29 @@ def test_an_impostor_coordinator_gets_no_hello(tmp_path):
     assert [m["type"] for m in seen] == ["knock"]
 
 
+def test_a_peer_that_the_kernel_gives_up_on_is_gone():
+    """A cut cable: keepalive ends the connection with ETIMEDOUT, which Python calls a TimeoutError."""
+    letter = RankBootstrap(address="tcp:10.0.0.1:9", secret=SECRET, slot=0, host="h")
+
+    class Cut:
+        def recv_into(self, buffer):
+            raise TimeoutError(110, "Connection timed out")
+
+        def send(self, *args):
+            raise TimeoutError(110, "Connection timed out")
+
+        sendmsg = send
+
+        def gettimeout(self):
+            return None
+
+    client = ControlClient(Cut(), letter)
+    with pytest.raises(ConnectionClosedError, match=r"tcp:10\.0\.0\.1:9: .*Connection timed out"):
+        client.recv()
+    with pytest.raises(ConnectionClosedError, match="Connection timed out"):
+        client.send({"type": "result", "id": 1})
+
+
 def test_nobody_listens():
     letter = RankBootstrap(address="unix:/nonexistent/c", secret=SECRET, slot=0, host="h", connect_timeout_s=30)
     with pytest.raises(HandshakeError, match="no coordinator listens at unix:/nonexistent/c"):
