@@ -23,7 +23,7 @@ from epruntime.preflight import checks_exchange, checks_hosts, checks_network, c
 from epruntime.preflight.checks_network import Call
 from epruntime.preflight.facts import MachineFacts, RankFacts, Setting
 from epruntime.preflight.findings import Finding
-from epruntime.preflight.pairs import PairTime, Round, merged, rounds_to_wire, schedule, with_sizes
+from epruntime.preflight.pairs import PairTime, Round, merged, rounds_again, rounds_to_wire, schedule, with_sizes
 from epruntime.preflight.payload import Mismatch
 from epruntime.preflight.verdict import Verdict, worst_first
 from epruntime.worker.machine import versions
@@ -39,6 +39,8 @@ TIMES_S = 4.0
 #: bytes of probes that are timed before the clock is looked at again.
 _AT_ONCE_BYTES = 256 << 10
 _NUM_CLOCK_READINGS = 5
+#: times that pairs which look slow are timed again.
+_NUM_SECOND_LOOKS = 3
 #: seconds that ranks get to stop listening; one that does not is no reason to wait.
 _CLOSE_S = 1.0
 
@@ -138,7 +140,7 @@ class Preflight:
         times: list[PairTime] = []
         found = checks_exchange.check_mismatches(mismatches, facts)
         if not found:
-            times = await self._times(ranks, [rank.host for rank in facts])
+            times = await self._times(ranks, facts)
             found += checks_exchange.check_times(times, facts)
             found += checks_exchange.check_step_time(times, facts, self._setting)
             found += checks_exchange.check_measured(times, len(facts))
@@ -254,15 +256,19 @@ class Preflight:
         replies = await self._ask(ranks, "exchange", [{"seed": seed}] * len(ranks))
         return [Mismatch(**mismatch) for reply in replies for mismatch in reply["mismatches"]]
 
-    async def _times(self, ranks: Sequence[RankHandle], hosts: Sequence[str]) -> list[PairTime]:
-        """All pairs with a small probe, then those that are fast enough with larger and larger ones."""
+    async def _times(self, ranks: Sequence[RankHandle], facts: Sequence[RankFacts]) -> list[PairTime]:
+        """All pairs with a small probe, then those that are fast enough with larger and larger ones, then those that
+        look slow again, of which the best counts."""
         end = time.monotonic() + TIMES_S
-        rounds = schedule(hosts)
-        times = await self._pass(ranks, rounds, end - TIMES_S / 2)
-        last = times
+        planned = rounds = schedule([rank.host for rank in facts])
+        times = last = await self._pass(ranks, rounds, end - TIMES_S / 2)
         while (rounds := with_sizes(rounds, last)) and time.monotonic() < end:
             last = await self._pass(ranks, rounds, end)
             times = merged([*times, *last])
+        for _ in range(_NUM_SECOND_LOOKS):
+            rounds = rounds_again(planned, times, checks_exchange.suspects(times, facts))
+            if rounds and time.monotonic() < end:
+                times = merged([*times, *await self._pass(ranks, rounds, end)])
         return merged(times)
 
     async def _pass(self, ranks: Sequence[RankHandle], rounds: Sequence[Round], end: float) -> list[PairTime]:

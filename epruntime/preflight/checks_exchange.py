@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from epruntime.preflight.expectations import EXPECTED, Expectations
 from epruntime.preflight.facts import RankFacts, Setting
@@ -45,6 +46,56 @@ def kind_of(time: PairTime, ranks: Sequence[RankFacts]) -> str:
     return SAME_HOST if same else OTHER_HOSTS
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """All directions of one kind, and what is usual among them."""
+
+    name: str
+    times: list[PairTime]
+    expected: Expectations
+
+    @property
+    def usual_s(self) -> float:
+        return median([time.least_latency_s for time in self.times])
+
+    @property
+    def usual_rate(self) -> float:
+        return median([time.bytes_per_s for time in self.times])
+
+    def late(self) -> list[PairTime]:
+        return [time for time in self.times if time.least_latency_s > self.expected.latency_s]
+
+    def thin(self) -> list[PairTime]:
+        return [time for time in self.times if time.bytes_per_s < self.expected.bytes_per_s]
+
+    def later_than_others(self) -> list[PairTime]:
+        most_s = max(self.expected.slower_latency * self.usual_s, self.expected.slower_latency_s)
+        return [time for time in self.times if time.least_latency_s > most_s]
+
+    def thinner_than_others(self) -> list[PairTime]:
+        least = self.expected.slower_rate * self.usual_rate
+        return [time for time in self.times if time.bytes_per_s < least]
+
+
+def _kinds(times: Sequence[PairTime], ranks: Sequence[RankFacts], expected: Expectations) -> list[_Kind]:
+    groups: defaultdict[str, list[PairTime]] = defaultdict(list)
+    for time in times:
+        groups[kind_of(time, ranks)].append(time)
+    return [_Kind(name=name, times=group, expected=expected) for name, group in groups.items()]
+
+
+def suspects(
+    times: Sequence[PairTime], ranks: Sequence[RankFacts], expected: Expectations = EXPECTED
+) -> set[tuple[int, int]]:
+    """Pairs (lower rank first) of which `check_times` would say something: worth another look, for other work on the
+    same cores can make any pair slow for a moment."""
+    found: set[tuple[int, int]] = set()
+    for kind in _kinds(times, ranks, expected):
+        for time in (*kind.late(), *kind.thin(), *kind.later_than_others(), *kind.thinner_than_others()):
+            found.add((min(time.source, time.destination), max(time.source, time.destination)))
+    return found
+
+
 def check_times(
     times: Sequence[PairTime], ranks: Sequence[RankFacts], expected: Expectations = EXPECTED
 ) -> list[Finding]:
@@ -52,44 +103,39 @@ def check_times(
 
     Of a kind that is slow as a whole there is one finding, with the worst pair.
     """
-    kinds: defaultdict[str, list[PairTime]] = defaultdict(list)
-    for time in times:
-        kinds[kind_of(time, ranks)].append(time)
     found = []
-    for kind, group in kinds.items():
-        usual_s, usual_rate = median([t.least_latency_s for t in group]), median([t.bytes_per_s for t in group])
-        late = [t for t in group if t.least_latency_s > expected.latency_s]
-        thin = [t for t in group if t.bytes_per_s < expected.bytes_per_s]
-        if late:
-            worst = max(late, key=lambda t: t.least_latency_s)
+    for kind in _kinds(times, ranks, expected):
+        if late := kind.late():
+            worst = max(late, key=lambda time: time.least_latency_s)
             found.append(
                 _of_pair(
                     "latency-high", worst, ranks,
-                    found=f"{_us(worst.least_latency_s)} one way at best ({_share(late, group, kind)})",
+                    found=f"{_us(worst.least_latency_s)} one way at best ({_share(late, kind)})",
                     expected=f"at most {_us(expected.latency_s)}",
                 )
             )  # fmt: skip
-        if thin:
-            worst = min(thin, key=lambda t: t.bytes_per_s)
+        if thin := kind.thin():
+            worst = min(thin, key=lambda time: time.bytes_per_s)
             found.append(
                 _of_pair(
                     "bandwidth-low", worst, ranks,
-                    found=f"{_mb(worst.bytes_per_s)} ({_share(thin, group, kind)})",
+                    found=f"{_mb(worst.bytes_per_s)} ({_share(thin, kind)})",
                     expected=f"at least {_mb(expected.bytes_per_s)}",
                 )
             )  # fmt: skip
-        for time in group:
+        later, thinner = kind.later_than_others(), kind.thinner_than_others()
+        for time in kind.times:
             words = []
-            if time.least_latency_s > max(expected.slower_latency * usual_s, expected.slower_latency_s):
-                words.append((f"{_us(time.least_latency_s)} one way at best", f"about {_us(usual_s)}"))
-            if time.bytes_per_s < expected.slower_rate * usual_rate:
-                words.append((_mb(time.bytes_per_s), f"about {_mb(usual_rate)}"))
+            if time in later:
+                words.append((f"{_us(time.least_latency_s)} one way at best", f"about {_us(kind.usual_s)}"))
+            if time in thinner:
+                words.append((_mb(time.bytes_per_s), f"about {_mb(kind.usual_rate)}"))
             if words:
                 found.append(
                     _of_pair(
                         "pair-slow", time, ranks,
                         found=" and ".join(measured for measured, _ in words),
-                        expected=" and ".join(usual for _, usual in words) + f", the median of {kind}",
+                        expected=" and ".join(usual for _, usual in words) + f", the median of {kind.name}",
                     )
                 )  # fmt: skip
     return found
@@ -148,8 +194,8 @@ def _of_pair(id: str, time: PairTime, ranks: Sequence[RankFacts], *, found: str,
     )
 
 
-def _share(part: Sequence[PairTime], group: Sequence[PairTime], kind: str) -> str:
-    return f"{kind}; {len(part)} of {len(group)} directions are beyond it"
+def _share(part: Sequence[PairTime], kind: _Kind) -> str:
+    return f"{kind.name}; {len(part)} of {len(kind.times)} directions are beyond it"
 
 
 def _us(seconds: float) -> str:

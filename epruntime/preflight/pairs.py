@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,13 +106,30 @@ def with_sizes(rounds: Sequence[Round], times: Sequence[PairTime]) -> list[Round
     return out
 
 
+def rounds_again(
+    rounds: Sequence[Round], times: Sequence[PairTime], wanted: Collection[tuple[int, int]]
+) -> list[Round]:
+    """The rounds again with the wanted pairs (lower rank first) only, and probes as large as they had at last."""
+    sizes = {(time.source, time.destination): time.probe_bytes for time in times}
+    out = []
+    for probes in rounds:
+        kept = [
+            replace(probe, num_bytes=sizes.get((probe.first, probe.second), probe.num_bytes))
+            for probe in probes
+            if (probe.first, probe.second) in wanted
+        ]
+        if kept:
+            out.append(tuple(kept))
+    return out
+
+
 def merged(times: Sequence[PairTime]) -> list[PairTime]:
-    """One entry per source and destination: the lower latency, and the rate of the largest probe."""
+    """One entry per source and destination: the lower latency, and the best rate of the largest probe."""
     found: dict[tuple[int, int], PairTime] = {}
     for time in times:
         old = found.get((time.source, time.destination))
         if old is not None:
-            best = time if time.probe_bytes >= old.probe_bytes else old
+            best = max(time, old, key=lambda one: (one.probe_bytes, one.bytes_per_s))
             time = replace(
                 best,
                 latency_s=min(time.latency_s, old.latency_s),

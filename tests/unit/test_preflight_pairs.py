@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 from preflight_facts import SETTING, rank
 
-from epruntime.preflight.checks_exchange import check_measured, check_step_time, check_times
+from epruntime.preflight.checks_exchange import check_measured, check_step_time, check_times, suspects
 from epruntime.preflight.expectations import Expectations
 from epruntime.preflight.findings import Severity
 from epruntime.preflight.pairs import (
@@ -17,6 +17,7 @@ from epruntime.preflight.pairs import (
     PairTime,
     Probe,
     merged,
+    rounds_again,
     rounds_from_wire,
     rounds_to_wire,
     schedule,
@@ -85,17 +86,30 @@ def test_of_two_measurements_the_larger_probe_and_the_lower_latency_count() -> N
     assert found == [_time(0, 1, us=9), _time(1, 0, us=50, mb=300, size=20)]
 
 
+def test_of_equally_large_probes_the_faster_counts() -> None:
+    assert merged([_time(0, 1, mb=300, size=20), _time(0, 1, mb=200, size=20)]) == [_time(0, 1, mb=300, size=20)]
+
+
+def test_a_second_look_at_some_pairs_takes_probes_as_large_as_before() -> None:
+    rounds = schedule(["a", "a", "b"])
+    times = [_time(0, 1, size=100), _time(1, 0, size=100), _time(1, 2, size=700), _time(2, 1, size=700)]
+    assert rounds_again(rounds, times, {(1, 2)}) == [(Probe(first=1, second=2, num_bytes=700),)]
+    assert rounds_again(rounds, times, set()) == []
+
+
 RANKS = [rank(0, "a"), rank(1, "a"), rank(2, "b"), rank(3, "b")]
 TIMES = [_time(s, d, us=100 if (s < 2) != (d < 2) else 20) for s in range(4) for d in range(4) if s != d]
 
 
 def test_fast_pairs_are_no_finding() -> None:
     assert check_times(TIMES, RANKS, LIMITS) == []
+    assert suspects(TIMES, RANKS, LIMITS) == set()
     assert check_measured(TIMES, 4) == []
 
 
 def test_a_slow_pair_is_named_with_the_median_of_its_kind() -> None:
     times = [replace(t, bytes_per_s=150e6) if (t.source, t.destination) == (2, 1) else t for t in TIMES]
+    assert suspects(times, RANKS, LIMITS) == {(1, 2)}
     (finding,) = check_times(times, RANKS, LIMITS)  # above what is expected of all, but far from the others
     assert (finding.id, finding.severity, finding.slots) == ("pair-slow", Severity.WARNING, (2, 1))
     assert finding.hosts == ("b", "a")
