@@ -96,7 +96,7 @@ class MeetingPoint:
         return cls(worker.store_host, worker.store_port, worker.prefix, hosts_it=hosts_it)
 
     def post(self, letter: MeetingLetter) -> None:
-        self._store.set(_KEY, letter.to_bytes())
+        self._store.set(_KEY, letter.to_bytes().hex())
 
     def remove(self) -> None:
         """Takes the letter away; nothing to do if there is none, or no store any more."""
@@ -112,7 +112,7 @@ class MeetingPoint:
                 if "timeout" not in str(error).lower():
                     raise LaunchError(f"torchrun's store is gone: {str(error).splitlines()[0]}") from error
                 return None
-        return bytes(self._store.get(_KEY))
+        return bytes.fromhex(bytes(self._store.get(_KEY)).decode())
 
 
 def messenger_input(worker: TorchrunWorker) -> bytes:

@@ -103,6 +103,7 @@ class TorchrunJob:
         return "\n".join(self.lines)
 
     def _read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._changed:
                 self.lines.append(line.rstrip("\n"))

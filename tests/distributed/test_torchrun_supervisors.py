@@ -37,11 +37,13 @@ from epruntime.launchers.torchrun_meeting import REASON, MeetingLetter, MeetingP
 HOST = socket.gethostname()
 START_S = 60.0
 
-#: a supervisor as torchrun's workers are; worker 0's coordinator is a process that does nothing
+#: a supervisor as torchrun's workers are, with ranks that need no torch; worker 0's coordinator does nothing
 SUPERVISOR = """
-import asyncio, os, sys
-from epruntime.launchers import torchrun_search
+import asyncio, functools, os, sys
+from epruntime.launchers import torchrun_search, torchrun_supervisor
 torchrun_search._REFUSED_S = 1.0
+torchrun_supervisor.LocalLauncher = functools.partial(
+    torchrun_supervisor.LocalLauncher, entry_module="epruntime.testing.echo_rank")
 from epruntime.launchers.torchrun_environment import TorchrunWorker, forget_torchrun, take_job_secret
 from epruntime.launchers.torchrun_supervisor import Supervisor
 
