@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from epruntime.errors import ConfigError, UnsupportedModelError
-from epruntime.models import families
+from epruntime.models import families, sparse
 from epruntime.models.families.experts import InterfaceExperts
 
 logger = logging.getLogger("epruntime.models")
@@ -46,7 +46,10 @@ class ExpertsLayer(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """Attends over the paged cache: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, V]."""
+    """Attends over the paged cache: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, V].
+
+    `selected_TW`: the only key positions that each row sees, -1 for none; None: those that the mask allows.
+    """
 
     def attend(
         self,
@@ -56,6 +59,7 @@ class AttentionLayer(Protocol):
         *,
         scaling: float | None,
         sinks_H: torch.Tensor | None,
+        selected_TW: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
 
@@ -117,6 +121,7 @@ def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) 
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             families.adapt(model)
+        sparse.adapt(model)
     except Exception as error:  # a class of the library raises what it likes
         raise UnsupportedModelError(
             f"{config.model_type}: transformers {transformers.__version__} cannot build this "
@@ -201,10 +206,11 @@ def _serve_attention(
     attention_mask: Any,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_seen_by_the_probe: Any,
 ) -> tuple[torch.Tensor, None]:
     layer: AttentionLayer = getattr(module, ATTENTION_ATTRIBUTE)
-    return layer.attend(query, key, value, scaling=scaling, sinks_H=s_aux), None
+    return layer.attend(query, key, value, scaling=scaling, sinks_H=s_aux, selected_TW=indices), None
 
 
 def _serve_experts(

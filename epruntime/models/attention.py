@@ -17,6 +17,7 @@ import torch
 
 from epruntime.comm.progress import Stamps
 from epruntime.errors import UnsupportedModelError
+from epruntime.models import sparse
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.families import llama4
 from epruntime.models.info import KVLayerInfo
@@ -46,6 +47,7 @@ class PagedLayer(ABC):
         self.call, self.kv, self.state = call, kv, state
         self.k_cache_NBKD = torch.empty(0)
         self.v_cache_NBKV = torch.empty(0)
+        self.index_cache_NBI = torch.empty(0)
 
     def allocate(self, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: str) -> None:
         """Makes room for `num_blocks` blocks. Contents are left as they come: unwritten slots are never read."""
@@ -57,6 +59,10 @@ class PagedLayer(ABC):
         else:
             self.v_cache_NBKV = torch.empty(value, dtype=dtype, device=device)
 
+        if self.kv.index_dim:
+            shape = (num_blocks, block_size, self.kv.index_dim)
+            self.index_cache_NBI = torch.empty(shape, dtype=getattr(torch, self.kv.index_dtype), device=device)
+
     @abstractmethod
     def attend(
         self,
@@ -66,6 +72,7 @@ class PagedLayer(ABC):
         *,
         scaling: float | None,
         sinks_H: torch.Tensor | None,
+        selected_TW: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] of the new tokens -> [1, T, H, V]."""
 
@@ -114,6 +121,7 @@ class KeyValueLayer(PagedLayer):
         *,
         scaling: float | None,
         sinks_H: torch.Tensor | None,
+        selected_TW: torch.Tensor | None = None,
     ) -> torch.Tensor:
         slots_T = self.state.current.slots_T
         write_kv_cache(key[0].transpose(0, 1), self.k_cache_NBKD, slots_T)
@@ -155,6 +163,7 @@ class LatentLayer(PagedLayer):
         *,
         scaling: float | None,
         sinks_H: torch.Tensor | None,
+        selected_TW: torch.Tensor | None = None,
     ) -> torch.Tensor:
         module = self._module
         num_heads, nope = query.shape[1], int(module.qk_nope_head_dim)
@@ -163,9 +172,34 @@ class LatentLayer(PagedLayer):
         q_HTC = torch.bmm(q_HTP, up_HXC[:, :nope])
         q_THD = torch.cat((q_HTC, q_HTR), dim=-1).transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        latent_THC = self._attend_cache(q_THD, scale, sinks_H)
+        if selected_TW is None:
+            latent_THC = self._attend_cache(q_THD, scale, sinks_H)
+        else:
+            latent_THC = self._attend_selected(q_THD, scale, sinks_H, selected_TW)
         out_HTV = torch.bmm(latent_THC.transpose(0, 1), up_HXC[:, nope:].transpose(1, 2))
         return out_HTV.transpose(0, 1)[None]
+
+    def _attend_selected(
+        self, q_THD: torch.Tensor, scale: float, sinks_H: torch.Tensor | None, selected_TW: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row over its own keys, which are copied together: to the kernel it is the last row of a sequence."""
+        self.state.stamps.at_layer(self.index)
+        size = self.kv.value_dim
+        out_THC = q_THD.new_zeros((*q_THD.shape[:2], size))
+        for rows, kept_tWKD, count_t in sparse.gathered(self.k_cache_NBKD[:, :, 0], selected_TW, self.state.current):
+            number = len(count_t)
+            out_THC[rows] = paged_attention(
+                q_THD[rows],
+                kept_tWKD,
+                kept_tWKD[..., :size],
+                block_tables_SB=torch.arange(number, dtype=torch.int32)[:, None],
+                query_starts_S1=torch.arange(number + 1, dtype=torch.int32),
+                seq_lens_S=count_t,
+                scale=scale,
+                softcap=self.call.softcap,
+                sinks_H=sinks_H,
+            )
+        return out_THC
 
 
 class LatentCache:
@@ -185,6 +219,17 @@ class LatentCache:
         self._layers[layer_idx].write(latent, rotary)
         return latent, rotary
 
+    def select(
+        self,
+        indexer: Any,
+        hidden: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Key positions that each row attends to, by the indexer of a layer: [T, W], -1 for none."""
+        layer = self._layers[indexer.layer_idx]
+        return sparse.select(indexer, hidden, q_resid, position_embeddings, layer.state.current, layer.index_cache_NBI)
+
 
 _LATENT_ATTRIBUTES = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -197,7 +242,7 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
     """
     plain = ((call.num_kv_heads, call.key_dim), (call.num_kv_heads, call.value_dim))
     cached = (call.cached_key, call.cached_value)
-    if cached == plain:
+    if cached == plain and not call.sparse:
         return KVLayerInfo(num_heads=call.num_kv_heads, key_dim=call.key_dim, value_dim=call.value_dim)
     if all(hasattr(module, name) for name in _LATENT_ATTRIBUTES):
         latent, rotary, nope, value = (
@@ -212,7 +257,14 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
             and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent)
         )
         if fits:
-            return KVLayerInfo(num_heads=1, key_dim=latent + rotary, value_dim=latent, latent=True)
+            return KVLayerInfo(
+                num_heads=1,
+                key_dim=latent + rotary,
+                value_dim=latent,
+                latent=True,
+                index_dim=call.index_dim,
+                index_dtype=call.index_dtype,
+            )
     raise UnsupportedModelError(
         f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: "
         "neither the same nor the latents of multi-head latent attention"

@@ -25,19 +25,22 @@ PARTLY: dict[str, str] = {
     "deepseek_v4": "sliding-window attention in every layer",
 }
 
-#: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents). Those
-#: of the layers: dense (layers without routed experts among them).
+#: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents),
+#: sparse (an indexer selects keys). Those of the layers: dense (layers without routed experts among them).
 COVERED: dict[str, frozenset[str]] = {
     "afmoe": frozenset({"dense", "window"}),
     "aria_text": frozenset(),
     "axk1": frozenset({"dense", "latent"}),
+    "axk2": frozenset({"dense", "latent", "sparse"}),
     "beam": frozenset({"dense", "window"}),
     "cohere2_moe": frozenset({"window"}),
     "dbrx": frozenset(),
     "deepseek_v2": frozenset({"dense", "latent"}),
     "deepseek_v3": frozenset({"dense", "latent"}),
+    "deepseek_v32": frozenset({"dense", "latent", "sparse"}),
     "deepseek_v4": frozenset({"sinks", "window"}),
     "dots1": frozenset({"dense", "window"}),
+    "dots3_note_text": frozenset({"dense", "latent", "sparse", "window"}),
     "ernie4_5_moe": frozenset({"dense"}),
     "exaone_moe": frozenset({"dense", "window"}),
     "flex_olmo": frozenset(),
@@ -45,6 +48,7 @@ COVERED: dict[str, frozenset[str]] = {
     "gemma4_text": frozenset({"window"}),
     "glm4_moe": frozenset({"dense"}),
     "glm4_moe_lite": frozenset({"dense", "latent"}),
+    "glm_moe_dsa": frozenset({"dense", "latent", "sparse"}),
     "gpt_oss": frozenset({"sinks", "window"}),
     "granitemoe": frozenset(),
     "granitemoe_swa": frozenset({"sinks", "window"}),
@@ -52,6 +56,7 @@ COVERED: dict[str, frozenset[str]] = {
     "granitemoeshared": frozenset(),
     "hunyuan_v1_moe": frozenset(),
     "hy_v3": frozenset({"dense"}),
+    "hy_v4": frozenset({"dense", "latent", "sinks", "sparse"}),
     "jamba": frozenset({"dense"}),
     "kolibri1": frozenset({"window"}),
     "laguna": frozenset({"dense", "window"}),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_BYTES = {"float32": 4, "bfloat16": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayerInfo:
@@ -17,12 +19,16 @@ class KVLayerInfo:
         value_dim: elements of a value row per head.
         latent: True where values are a leading part of the key row (multi-head latent attention), so
             that only `key_dim` elements are kept.
+        index_dim, index_dtype: elements of the key by which an indexer finds this token, and how it is kept; 0, "" for
+            none.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
     latent: bool = False
+    index_dim: int = 0
+    index_dtype: str = ""
 
     @property
     def elements_per_token(self) -> int:
@@ -72,12 +78,13 @@ class ModelInfo:
 
     @property
     def dtype_bytes(self) -> int:
-        return {"float32": 4, "bfloat16": 2}[self.dtype]
+        return _BYTES[self.dtype]
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache that one token takes, all layers."""
-        return self.dtype_bytes * sum(layer.elements_per_token for layer in self.kv_layers)
+        index_bytes = sum(layer.index_dim * _BYTES[layer.index_dtype] for layer in self.kv_layers if layer.index_dim)
+        return self.dtype_bytes * sum(layer.elements_per_token for layer in self.kv_layers) + index_bytes
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         return block_size * self.kv_bytes_per_token

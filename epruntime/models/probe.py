@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter
+from epruntime.models import adapter, sparse
 
 #: Arguments of attention functions that do not change what is computed in evaluation mode, or that
 #: the mask tells as well (`sliding_window`: eager attention, the reference, follows the mask alone).
@@ -64,6 +64,9 @@ class AttentionCall:
         scaling: factor on the scores; None means key_dim ** -0.5.
         softcap: 0.0 for none.
         sinks: one extra logit per head takes part in the softmax.
+        index_dim, index_dtype: size and dtype of the index keys by which the layer selects what it attends to; 0 and
+            "" if it has none of its own.
+        sparse: it attends to selected keys only.
     """
 
     module_name: str
@@ -77,6 +80,9 @@ class AttentionCall:
     softcap: float
     sinks: bool
     visibility: Visibility
+    index_dim: int = 0
+    index_dtype: str = ""
+    sparse: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,7 @@ class _Recorder:
         self.top_k: dict[str, int] = {}
         self.expert_calls: Counter[str] = Counter()
         self.updates: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self.index_keys: dict[int, tuple[int, str]] = {}
 
     # What a model asks of a cache that has seen nothing.
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -122,6 +129,22 @@ class _Recorder:
         self.updates[layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         return key, value
 
+    def select(
+        self,
+        indexer: Any,
+        hidden: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        def keys(key: torch.Tensor) -> torch.Tensor:
+            if key.dim() != 3 or key.shape[1] != _PROBE_TOKENS:
+                raise UnsupportedModelError(f"an indexer caches keys of shape {tuple(key.shape)}, not [1, tokens, dim]")
+            self.index_keys[indexer.layer_idx] = (key.shape[2], str(key.dtype).removeprefix("torch."))
+            return key
+
+        mask = torch.ones(1, _PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool, device=hidden.device)
+        return sparse.run(indexer, (hidden, q_resid, position_embeddings), mask, keys)
+
     def on_attention(
         self,
         module: torch.nn.Module,
@@ -133,6 +156,7 @@ class _Recorder:
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         is_causal: bool | None = None,
+        indices: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         name = self.names[id(module)]
@@ -154,6 +178,9 @@ class _Recorder:
             )
         if s_aux is not None and s_aux.numel() != query.shape[1]:
             raise UnsupportedModelError(f"attention of {name} has {s_aux.numel()} sinks for {query.shape[1]} heads")
+        if indices is not None and attention_mask.visibility != Visibility():
+            raise UnsupportedModelError(f"attention of {name} selects keys within a window, which is not supported")
+        index_key = self.index_keys.pop(getattr(module, "layer_idx", -1), (0, ""))
         cached = self.updates.pop(getattr(module, "layer_idx", -1), (None, None))
         self.attention.append(
             AttentionCall(
@@ -168,6 +195,9 @@ class _Recorder:
                 softcap=float(softcap or 0.0),
                 sinks=s_aux is not None,
                 visibility=attention_mask.visibility,
+                index_dim=index_key[0],
+                index_dtype=index_key[1],
+                sparse=indices is not None,
             )
         )
         shape = (query.shape[0], _PROBE_TOKENS, query.shape[1], value.shape[3])
@@ -272,6 +302,9 @@ class _Mask:
     def visibility(self) -> Visibility:
         return visibility_of(self._sees)
 
+    def __getitem__(self, _: Any) -> _Mask:
+        return self  # a family with an indexer hands it a slice, and the indexer is given another mask
+
     def _sees(self, q: int, k: int) -> bool:
         zero = torch.tensor(0)
         with _NoPadding():
@@ -322,6 +355,8 @@ def features_of(probe: Probe) -> frozenset[str]:
         found |= {name for name, size in view.items() if size}
         if call.sinks:
             found.add("sinks")
+        if call.sparse:
+            found.add("sparse")
         if call.softcap:
             found.add("softcap")
     return frozenset(found)

@@ -12,7 +12,6 @@ from epruntime.models import adapter
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, PARTLY, SINCE
 
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
-_INDEXER = "its attention selects keys with a sparse indexer, which is not supported"
 _OWN_EXPERTS = "its experts do not go through transformers' experts interface"
 
 #: model_type -> reason. Types that are in neither table are refused for want of a conformance test.
@@ -38,7 +37,6 @@ REFUSED: dict[str, str] = {
         ),
         _LINEAR,
     ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note", "dots3_note_text"), _INDEXER),
     **dict.fromkeys(("jetmoe", "doge"), _OWN_EXPERTS),
 }
 

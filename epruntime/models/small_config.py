@@ -44,7 +44,7 @@ _BASE: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "qk_head_dim": 24,
-    "index_n_heads": 2,
+    "index_n_heads": 8,
     "index_head_dim": 16,
     "index_topk": 8,
     "first_k_dense_replace": 1,
@@ -103,7 +103,7 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_v4": {"layer_types": ["sliding_attention"] * 3},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": _LATENT,
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {
         **_ALTERNATING,

@@ -34,7 +34,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _TOPK and args[0].is_floating_point():
             self._note(args[0], args[1] if len(args) > 1 else kwargs["k"])
-        elif func in _MAX and args[0].is_floating_point() and (kwargs.get("dim") in (-1, 1) or -1 in args[1:]):
+        elif (
+            func in _MAX
+            and args[0].is_floating_point()
+            and args[0].dim() < 4  # attention scores have four dimensions; their largest is no decision
+            and (kwargs.get("dim") in (-1, 1) or -1 in args[1:])
+        ):
             self._note(args[0], 1)
         return func(*args, **kwargs)
 

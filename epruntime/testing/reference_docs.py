@@ -34,6 +34,7 @@ _WORDS = {
         "softcap": "soft cap",
         "chunk": "chunked",
         "latent": "multi-head latent (MLA)",
+        "sparse": "sparse by an indexer (DSA)",
         "": "full",
         "dense": "some are dense",
         "moe": "all are MoE",
@@ -45,6 +46,7 @@ _WORDS = {
         "softcap": "soft cap",
         "chunk": "分块",
         "latent": "MLA 多头潜在注意力",
+        "sparse": "稀疏 (DSA 索引器)",
         "": "全注意力",
         "dense": "含稠密层",
         "moe": "全部为 MoE",
@@ -120,7 +122,9 @@ def models_table(file: str) -> str:
     words = _WORDS[file]
     rows = []
     for model_type, features in sorted(COVERED.items()):
-        attention = [words[name] for name in ("latent", "window", "chunk", "sinks", "softcap") if name in features]
+        attention = [
+            words[name] for name in ("latent", "sparse", "window", "chunk", "sinks", "softcap") if name in features
+        ]
         kind = (", ".join(attention) or words[""]) + (words["partly"] if model_type in PARTLY else "")
         rows.append((f"`{model_type}`", kind, words["dense" if "dense" in features else "moe"]))
     return _table(_MODEL_TABLES[file], rows)

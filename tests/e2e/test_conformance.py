@@ -113,6 +113,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"attn_temperature_tuning": False},
         {"no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 5, "attention_bias": True},
     ],
+    "deepseek_v32": [
+        {"index_topk": 3},
+        {"index_topk": 64},
+        {"index_topk": 5, "index_head_dim": 24, "kv_lora_rank": 20, "num_attention_heads": 6, "num_key_value_heads": 6},
+        {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ],
+    "glm_moe_dsa": [{"indexer_types": ["full", "shared", "shared"]}, {"index_topk": 3}],
+    "hy_v4": [{"indexer_types": ["full", "shared", "full"]}, {"index_topk": 3}],
+    "axk2": [{"index_topk": 3}],
     "longcat_flash": [{"zero_expert_num": 0}, {"router_bias": True}, {"moe_topk": 12}, {"attention_bias": True}],
     "dbrx": [
         {
@@ -215,7 +224,8 @@ def test_padding_is_never_routed_nor_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text", "longcat_flash", "dbrx"]
+    "model_type",
+    ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text", "longcat_flash", "dbrx", "deepseek_v32", "hy_v4"],
 )
 def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tmp_path: Path) -> None:
     """Bit for bit, in strict mode: one sequence alone, and the same in chunks among others in a wider batch."""

@@ -1,0 +1,160 @@
+"""Attention over keys that an indexer selects: DeepSeek sparse attention (arXiv:2512.02556, section 2.1).
+
+attention module -> its indexer (wrapped here) -> cache.select -> per sequence: transformers' own indexer on the rows
+of one sequence and the index keys of its whole history -> positions [T, W] -> the attention function's `indices`
+
+The indexer's formula stays transformers' own, which differs in details between families. Three things are ours: index
+keys live in the paged cache beside the latents, equal scores go to the earliest keys (torch's top-k names any), and
+rows and keys are padded, so that a row's scores do not depend on how many others there are.
+
+Shape letters: T rows of the flat batch, W selected keys of a row, L keys of a sequence, I index key size, D row size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from epruntime.models.batch import ForwardBatch
+from epruntime.ops.attention import write_kv_cache
+
+#: Rows and keys of one sequence are padded to a multiple of it.
+_PAD = 64
+_ORIGINAL = "_epruntime_forward"
+_ARGUMENTS = ("hidden_states", "q_resid", "position_embeddings", "attention_mask")
+
+
+class _NoMask:
+    """Stands where such a family slices its mask, in serving, where there is none."""
+
+    def __getitem__(self, _: Any) -> _NoMask:
+        return self
+
+
+class _EarliestFirst(TorchFunctionMode):
+    """Top-k that gives equal scores to the lower index."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        k = args[1] if len(args) > 1 else (kwargs or {})["k"]
+        values, indices = args[0].sort(dim=-1, descending=True, stable=True)
+        return SimpleNamespace(values=values[..., :k], indices=indices[..., :k])
+
+
+def adapt(model: torch.nn.Module) -> None:
+    """Wraps the indexers of a model, if it has some of the known form."""
+    for module in list(model.modules()):
+        indexer = getattr(module, "indexer", None)
+        if not isinstance(indexer, torch.nn.Module):
+            continue
+        names = inspect.signature(inspect.unwrap(type(indexer).forward)).parameters
+        if all(name in names for name in _ARGUMENTS):
+            object.__setattr__(indexer, _ORIGINAL, indexer.forward)
+            indexer.forward = MethodType(_forward, indexer)  # type: ignore[method-assign]
+            module.register_forward_pre_hook(_give_a_mask, with_kwargs=True)
+
+
+def _give_a_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kwargs.get("attention_mask", 0) is None:
+        kwargs = {**kwargs, "attention_mask": _NoMask()}
+    return args, kwargs
+
+
+def _forward(
+    indexer: Any,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: Any,
+    position_ids: Any = None,
+    cache: Any = None,
+) -> Any:
+    return cache.select(indexer, hidden_states, q_resid, position_embeddings)
+
+
+def run(
+    indexer: Any,
+    rows: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
+    mask_1TL: torch.Tensor,
+    keys: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """transformers' own indexer. `keys`: the rows' index keys [1, T, I] -> those to score [1, L, I]."""
+    hidden, q_resid, positions = rows
+    cache = SimpleNamespace(update_indexer=lambda key, *_, **__: keys(key))
+    with _EarliestFirst():
+        found: torch.Tensor = getattr(indexer, _ORIGINAL)(hidden, q_resid, positions, mask_1TL, None, cache=cache)
+    return found
+
+
+def select(
+    indexer: Any,
+    hidden_1TH: torch.Tensor,
+    q_resid_1TR: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    batch: ForwardBatch,
+    index_cache_NBI: torch.Tensor,
+) -> torch.Tensor:
+    """Selected key positions of every row, ascending, -1 where there are fewer: int64 [T, W].
+
+    Writes the rows' index keys to their slots of `index_cache_NBI` [N, B, I] first.
+    """
+    selected: list[torch.Tensor] = []
+    starts = batch.query_starts_S1.tolist()
+    for s, length in enumerate(batch.seq_lens_S.tolist()):
+        part = slice(starts[s], starts[s + 1])
+        count = starts[s + 1] - starts[s]
+        padding = -count % _PAD
+
+        def rows_of(x_1TD: torch.Tensor, part: slice = part, padding: int = padding) -> torch.Tensor:
+            return F.pad(x_1TD[:, part], (0, 0, 0, padding))
+
+        def keys(key_1TI: torch.Tensor, s: int = s, part: slice = part, length: int = length) -> torch.Tensor:
+            write_kv_cache(key_1TI[0, : part.stop - part.start, None], index_cache_NBI[:, :, None], batch.slots_T[part])
+            table = batch.block_tables_SB[s, : -(-length // index_cache_NBI.shape[1])].long()
+            history_LI = index_cache_NBI[table].flatten(0, 1)[:length]
+            return F.pad(history_LI, (0, 0, 0, -length % _PAD))[None]
+
+        position_T = torch.arange(length - count, length)
+        key_L = torch.arange(length + -length % _PAD)
+        mask_TL = key_L <= F.pad(position_T, (0, padding))[:, None]
+        cos, sin = position_embeddings
+        rows = (rows_of(hidden_1TH), rows_of(q_resid_1TR), (rows_of(cos), rows_of(sin)))
+        index_TW = run(indexer, rows, mask_TL[None], keys)[0, :count].long()
+        beyond = length  # sorts behind every position
+        index_TW = index_TW.masked_fill(index_TW > position_T[:, None], beyond).sort(dim=-1).values
+        selected.append(index_TW.masked_fill(index_TW == beyond, -1))
+    width = max((index.shape[1] for index in selected), default=1)
+    total = len(batch.input_ids_T)
+    out_TW = torch.full((total, width), -1)
+    for s, index_TW in enumerate(selected):
+        out_TW[starts[s] : starts[s + 1], : index_TW.shape[1]] = index_TW
+    return out_TW
+
+
+#: Bytes of gathered rows that are held at once.
+_GATHER_BYTES = 32 << 20
+
+
+def gathered(
+    cache_NBD: torch.Tensor, selected_TW: torch.Tensor, batch: ForwardBatch
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Selected rows of the cache, some batch rows at a time: (rows, cache rows [t, W, 1, D], valid ones [t])."""
+    starts = batch.query_starts_S1.long()
+    sequence_T = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
+    block_size, width = cache_NBD.shape[1], selected_TW.shape[1]
+    step = max(1, _GATHER_BYTES // (width * cache_NBD.shape[2] * cache_NBD.element_size()))
+    flat_XD = cache_NBD.flatten(0, 1)
+    for first in range(0, batch.num_tokens, step):
+        rows = slice(first, min(first + step, batch.num_tokens))
+        index_tW = selected_TW[rows]
+        safe_tW = index_tW.clamp(min=0)
+        block_tW = batch.block_tables_SB.long()[sequence_T[rows]].gather(1, safe_tW // block_size)
+        kept = flat_XD[block_tW * block_size + safe_tW % block_size]
+        yield rows, kept[:, :, None], (index_tW >= 0).sum(1, dtype=torch.int32)
