@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+#: A selected entry at or below it is one that a mask has taken out: there were too few to choose from.
+_MASKED = -1e30
 _TOPK = {torch.topk, torch.Tensor.topk}
 _MAX = {torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax}
 
@@ -49,7 +51,7 @@ class _Watch(TorchFunctionMode):
                 return
             values = torch.sort(scores.double(), dim=-1, descending=True).values
             gap = values[..., k - 1] - values[..., k]
-            gap = gap[torch.isfinite(gap)]
+            gap = gap[torch.isfinite(gap) & (values[..., k - 1] > _MASKED)]
             if gap.numel():
                 self.margin.least = min(self.margin.least, float(gap.min()))
 

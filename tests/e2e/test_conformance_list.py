@@ -39,7 +39,7 @@ OPTIONS = {
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 #: Types that `make test` runs here (it runs those of `test_tokens_equal`, too); `make test-all` runs all.
-SLICE = frozenset({"dbrx", "llama4_text", "longcat_flash"})
+SLICE = frozenset({"dbrx", "glm_moe_dsa", "llama4_text", "longcat_flash"})
 
 TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in candidates()]
 
