@@ -202,9 +202,15 @@ class RayLauncher(Launcher):
         """What keeps an actor from starting, in words."""
         alive = {node.node_id for node in ray_cluster.alive_nodes()}
         if self._group.node_of(placed.bundle) not in alive:
+            need = " and ".join(f"{amount:g} {name}" for name, amount in self._group.need.items())
             return (
-                f"that host has left the Ray cluster, and no other has room for {self._group.need} (bundle "
-                f"{placed.bundle} of its placement group waits). Start the node again, or add one"
+                f"that host has left the Ray cluster, and no other has room for {need} (bundle {placed.bundle} of its "
+                "placement group waits). Start the node again, or add one"
+            )
+        if isinstance(error, TimeoutError):
+            return (
+                "Ray has not started its process in time. `ray list actors` on a node shows what it waits for; "
+                "start_timeout_s is how long it may take"
             )
         return (
             f"{type(error).__name__}: {error}\nEvery node needs the same epruntime installed, or a job's --working-dir "

@@ -23,8 +23,9 @@ from epruntime.launchers.ray_seats import local_device_index
 
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 
-#: seconds that Ray gets to kill an actor, to tell why one died, and to end a process whose actor has.
-_RAY_KILL_S, _RAY_NEWS_S, _RAY_FAREWELL_S = 2.0, 1.0, 0.1
+#: seconds that Ray gets to kill an actor, to tell why one died, and to end a process whose actor has; and between two
+#: looks whether it calls one dead.
+_RAY_KILL_S, _RAY_NEWS_S, _RAY_FAREWELL_S, _RAY_LOOK_S = 2.0, 1.0, 0.1, 0.3
 
 #: Environment of an actor that has a GPU. By default Ray lets an actor see nothing but its own GPU, as device 0. NCCL
 #: does not bear processes of one host that number its GPUs differently: the first collective of Ray workers took
@@ -99,6 +100,7 @@ class RayProcess(RankProcess):
         self.exited = self._loop.create_future()
         self._how = ""
         self._killing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         # Tells for certain that the process is gone; Ray calls an actor dead when it has sent off the order to kill it.
         self._pidfd = _pidfd(place.pid) if here else -1
         if self._pidfd >= 0:
@@ -139,7 +141,9 @@ class RayProcess(RankProcess):
     def _run_ended(self, run: Future[Any]) -> None:
         """Called in one of Ray's threads when the actor's `run` has raised, or died with its process."""
         error = run.exception()
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            how, alive = f"Ray cannot reach its actor: {_first_sentence(error)}", True
+        elif isinstance(error, ray.exceptions.RayActorError):
             how, alive = _death(error), False
         else:
             how, alive = f"it raised {error}", True
@@ -150,11 +154,25 @@ class RayProcess(RankProcess):
         self._how = how
         if alive:
             self.kill()
+            if self._pidfd < 0:
+                self._watching = self._loop.create_task(self._watch())
         elif self._pidfd >= 0:
             # The rank has returned, or is dead. What remains, if anything, is Ray's own farewell: seconds of it.
             self._loop.call_later(_RAY_FAREWELL_S, self._kill_process)
-        if self._pidfd < 0:
+        else:
             self._ended()
+
+    async def _watch(self) -> None:
+        """Waits until Ray calls the actor dead, whose `run` has ended while it was not."""
+        while not self.exited.done():
+            try:
+                await asyncio.wrap_future(self.actor.where.remote().future())
+            except ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(_RAY_LOOK_S)
+            except ray.exceptions.RayError:
+                self._ended()
+            else:
+                await asyncio.sleep(_RAY_LOOK_S)
 
     def _process_gone(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -182,6 +200,11 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
     except ProcessLookupError:
         return -1
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What went wrong, out of "The actor ... is unavailable: what. The task may or may not have been executed ..."."""
+    return str(error).partition("is unavailable: ")[2].partition(" The task may")[0].strip() or str(error)
 
 
 def _death(error: BaseException) -> str:

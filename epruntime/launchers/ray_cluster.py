@@ -178,8 +178,8 @@ def _check_answer(found: str, source: str) -> None:
     if not any(map(is_own_address, addresses)) and found not in services.find_gcs_addresses():
         raise LaunchError(
             f"this machine is no node of the Ray cluster at {found}{source}, whose nodes are "
-            f"{', '.join(sorted(addresses)) or 'gone'}: ranks are started from a node. Submit a job (ray job submit), or make "
-            f"this machine a node: ray start --address={found}"
+            f"{', '.join(sorted(addresses)) or 'gone'}: ranks are started from a node. Submit a job (ray job submit), "
+            f"or make this machine a node: ray start --address={found}"
         )
 
 
