@@ -1,4 +1,4 @@
-# make demo | test | test-all | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
+# make demo | test | test-all | test-oldest | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
 #
 # .venv -> torch -> the project's dependencies -> the C++ kernels. Each step leaves a stamp in .venv/stamps, so that a
 # second run does nothing, and a change of TORCH, pyproject.toml or csrc repeats only what depends on it.
@@ -16,6 +16,8 @@ EXTRAS ?= serve,ray,gguf,dev
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 PYTEST_ARGS ?=
+# The oldest supported transformers (models/adapter.py, VERSION_RANGE), with what it needs in another version.
+OLDEST := "transformers==5.16.0" "huggingface-hub<2" httpx httpcore h11 anyio
 # Of `make image`: cpu or cuda; and further arguments of the builder.
 VARIANT ?= cpu
 BUILD_ARGS ?=
@@ -27,12 +29,13 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint
 CSRC := $(shell find csrc -type f 2>/dev/null)
 say = @echo "==> $(1)"
 
-.PHONY: help demo test test-all mutants lint proto image sizes clean setup FORCE
+.PHONY: help demo test test-all test-oldest mutants lint proto image sizes clean setup FORCE
 
 help:
 	@echo "make demo    a small MoE model on two Ray ranks, answers streamed through the gRPC client"
 	@echo "make test    the test suite"
 	@echo "make test-all the test suite with every architecture at every EP size (minutes more)"
+	@echo "make test-oldest the tests of models with the oldest transformers that is supported"
 	@echo "make mutants faults put into the code one at a time, each of which a named test must catch (minutes)"
 	@echo "make lint    ruff, mypy, clang-format, import rules, generated proto modules"
 	@echo "make proto   generate the proto modules again"
@@ -92,6 +95,18 @@ test: setup
 test-all: setup
 	$(call say,running all tests)
 	@$(BIN)/python -m pytest -q -m '' $(PYTEST_ARGS)
+
+# The oldest transformers lies beside the installed one, and comes first on the path of these tests alone.
+$(STAMPS)/oldest: $(STAMPS)/project
+	$(call say,fetching $(OLDEST))
+	@rm -rf $(VENV)/oldest
+	@$(BIN)/python -m pip install -q --no-deps --target $(VENV)/oldest $(OLDEST)
+	@touch $@
+
+test-oldest: setup $(STAMPS)/oldest
+	$(call say,running the tests of models with the oldest transformers)
+	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q -m '' tests/e2e/test_conformance.py \
+	    tests/e2e/test_conformance_list.py tests/e2e/test_routing_traps.py tests/unit/test_models_*.py $(PYTEST_ARGS)
 
 mutants: setup
 	$(call say,putting faults in)

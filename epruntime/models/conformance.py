@@ -9,10 +9,24 @@ from __future__ import annotations
 #: Types of rotary embedding that the tests cover. They are transformers' own code and depend on positions alone.
 COVERED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
-#: Types that the oldest supported transformers lacks, or has with experts outside the experts interface -> the first
-#: version that the tests ran on.
+#: Types that the oldest supported transformers lacks, or has in another form (experts outside the experts interface, an
+#: indexer with another signature) -> the first version that the tests ran on.
 SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
-    ("aria_text", "beam", "flint", "kolibri1", "sarvam_mla", "sarvam_moe"), (5, 24)
+    (
+        "aria_text",
+        "axk2",
+        "beam",
+        "deepseek_v32",
+        "dots3_note_text",
+        "flint",
+        "glm_moe_dsa",
+        "hy_v4",
+        "kolibri1",
+        "lara_mini",
+        "sarvam_mla",
+        "sarvam_moe",
+    ),
+    (5, 24),
 )
 
 #: Types that are served in part: what every layer must have, or the model is refused by name (`refusal.explained`).

@@ -57,7 +57,7 @@ def adapt(model: torch.nn.Module) -> None:
         names = inspect.signature(inspect.unwrap(type(indexer).forward)).parameters
         if all(name in names for name in _ARGUMENTS):
             object.__setattr__(indexer, _ORIGINAL, indexer.forward)
-            indexer.forward = MethodType(_forward, indexer)  # type: ignore[method-assign]
+            indexer.forward = MethodType(_forward, indexer)
             module.register_forward_pre_hook(_give_a_mask, with_kwargs=True)
 
 

@@ -142,13 +142,19 @@ def reference_logits(
 
 
 def compare(
-    reference: Any, model: LoadedModel, *, seed: int = 1, schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE
+    reference: Any,
+    model: LoadedModel,
+    *,
+    seed: int = 1,
+    schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE,
+    num_blocks: int = 48,
+    block_size: int = 4,
 ) -> Comparison:
     """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64."""
     sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
     exact = reference_logits(reference, sequences, torch.float64)
     eager = reference_logits(reference, sequences)
-    driver = RaggedDriver(model)
+    driver = RaggedDriver(model, num_blocks=num_blocks, block_size=block_size)
     done: Counter[str] = Counter()
     errors, eager_errors = [], []
     for items in schedule:

@@ -225,7 +225,19 @@ def test_padding_is_never_routed_nor_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "model_type",
-    ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text", "longcat_flash", "dbrx", "deepseek_v32", "hy_v4"],
+    tiny_models.available(
+        (
+            "mixtral",
+            "qwen2_moe",
+            "deepseek_v3",
+            "gpt_oss",
+            "llama4_text",
+            "longcat_flash",
+            "dbrx",
+            "deepseek_v32",
+            "hy_v4",
+        )
+    ),
 )
 def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tmp_path: Path) -> None:
     """Bit for bit, in strict mode: one sequence alone, and the same in chunks among others in a wider batch."""
