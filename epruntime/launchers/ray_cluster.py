@@ -16,6 +16,7 @@ import ray
 from ray._private import ray_constants, services
 
 from epruntime.errors import LaunchError
+from epruntime.launchers import ray_job
 from epruntime.launchers.ray_environment import auth_hint, is_own_address, own_sigterm, private_environment, probe
 from epruntime.launchers.ray_package import package_to_ship
 from epruntime.launchers.ray_seats import Node
@@ -49,20 +50,29 @@ def join(found: str) -> None:
     Raises:
         LaunchError: it did not come about.
     """
-    options: dict[str, Any] = {}
-    package = package_to_ship()
-    if package is not None:
-        # The directory itself and not its name: Ray leaves out what a .gitignore names only beside that file.
-        options["runtime_env"] = {"py_modules": [str(package)], "excludes": ["__pycache__"]}
-        logger.info("every rank gets this process's own epruntime (%s)", package)
+    shipped = _shipped()
     try:
         with own_sigterm():
-            ray.init(address=found, logging_level=logging.ERROR, log_to_driver=wants_output(), **options)
+            ray.init(address=found, logging_level=logging.ERROR, log_to_driver=wants_output(), runtime_env=shipped)
     except (Exception, SystemExit) as error:  # Ray's core ends the process by SystemExit
         raise LaunchError(
             f"the Ray cluster at {found} could not be joined: {error}. Its ranks are started from one of its nodes: "
             f"if this machine is none, `ray start --address={found}` makes it one. {auth_hint()}"
         ) from error
+
+
+def _shipped() -> dict[str, Any] | None:
+    """The runtime environment that brings this process's package to all ranks; None if they have it."""
+    package, given = package_to_ship(), ray_job.runtime_env()
+    if package is None:
+        return None
+    if "py_modules" in given:
+        logger.warning("the job brings py_modules of its own: ranks run the epruntime of those, or of their nodes")
+        return None
+    logger.info("every rank gets this process's own epruntime (%s)", package)
+    # The directory itself, which has no .gitignore: Ray leaves out what one names that lies in what it uploads.
+    modules = {"py_modules": [str(package)]}
+    return modules if "excludes" in given else {**modules, "excludes": ["__pycache__"]}
 
 
 def start_private(num_cpus: int) -> tempfile.TemporaryDirectory[str]:
@@ -132,9 +142,15 @@ def wants_output() -> bool:
 
 def _resolve(address: str) -> tuple[str, str]:
     """HOST:PORT, and how it was found, in words that follow the address."""
+    variable = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    meant, by = (variable or "", " ('auto', by RAY_ADDRESS)") if address == "auto" else (address, "")
+    if "://" in meant:
+        raise LaunchError(
+            f"ray_address={meant!r}{by} is not where a cluster's head takes nodes, but of its dashboard: give HOST:6379, "
+            "the port of `ray start --head`"
+        )
     if address != "auto":
         return address, ""
-    variable = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
     try:
         found = services.canonicalize_bootstrap_address(address)
     except (ConnectionError, ValueError, OSError) as error:
@@ -146,7 +162,7 @@ def _resolve(address: str) -> tuple[str, str]:
     if found is None:
         raise LaunchError("ray_address='auto' finds no Ray cluster: start one with `ray start --head`")
     if variable:
-        return found, " ('auto', by RAY_ADDRESS)"
+        return found, by
     return found, " ('auto', as the last `ray start` on this machine left it in ray_current_cluster)"
 
 

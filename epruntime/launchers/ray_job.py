@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 #: seconds between the SIGTERM and the SIGKILL of `ray job stop`, unless this variable of the job's says otherwise
 #: (ray/dashboard/modules/job/job_supervisor.py).
@@ -15,11 +16,13 @@ _AFTER_DRAIN_S = 2.5
 
 def job_id(environment: Mapping[str, str] = os.environ) -> str:
     """The submission id of the job that this process is the entry of; "" if it is none."""
-    try:
-        config = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        return str(config["metadata"]["job_submission_id"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    metadata = _config(environment).get("metadata", {})
+    return str(metadata.get("job_submission_id", ""))
+
+
+def runtime_env(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What the job was submitted with; {} outside a job. The same field may not be given again when joining."""
+    return dict(_config(environment).get("runtime_env", {}))
 
 
 def longest_drain_s(environment: Mapping[str, str] = os.environ) -> float | None:
@@ -31,3 +34,7 @@ def longest_drain_s(environment: Mapping[str, str] = os.environ) -> float | None
     except ValueError:
         wait_s = _STOP_WAIT_S
     return max(wait_s - _AFTER_DRAIN_S, 0.0)
+
+
+def _config(environment: Mapping[str, str]) -> dict[str, Any]:
+    return dict(json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
@@ -32,7 +33,9 @@ from ray.util.placement_group import (  # noqa: E402
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
+from epruntime.launchers import ray_cluster  # noqa: E402
 from epruntime.launchers.ray import RayLauncher  # noqa: E402
+from epruntime.launchers.ray_actor import ActorPlace  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -239,6 +242,17 @@ def test_ranks_with_gpus_see_all_of_them_and_are_told_their_own():
     run(body())
 
 
+def test_two_ranks_on_one_gpu_are_refused():
+    launcher = RayLauncher(device="cuda")
+    place = ActorPlace(pid=1, host="big", node_id="n1", log="", device_index=3)
+    launcher._check_device(0, place)
+    launcher._check_device(1, dataclasses.replace(place, device_index=2))
+    launcher._check_device(2, dataclasses.replace(place, node_id="n2"))
+    launcher._check_device(0, place)  # again, after it was replaced
+    with pytest.raises(LaunchError, match="ranks 0 and 3 would share GPU 3 of big"):
+        launcher._check_device(3, place)
+
+
 def test_the_address_of_a_cluster_that_has_ended():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -258,3 +272,11 @@ except LaunchError as error:
     )  # fmt: skip
     for words in ("no Ray cluster listens at ray_address=", "'auto', by RAY_ADDRESS", "That cluster has ended"):
         assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_the_address_of_a_dashboard(monkeypatch):
+    """RAY_ADDRESS is often set to it, for `ray job submit`."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    for address in ("auto", "http://127.0.0.1:8265"):
+        with pytest.raises(LaunchError, match=r"http://127.*of its dashboard: give HOST:6379"):
+            ray_cluster.find(address)

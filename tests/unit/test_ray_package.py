@@ -124,6 +124,7 @@ def test_the_drain_ends_before_ray_kills_a_job():
     assert ray_job.longest_drain_s({}) is None
     assert ray_job.longest_drain_s({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}) is None
     assert ray_job.job_id(job) == "raysubmit_1"
+    assert ray_job.runtime_env({}) == ray_job.runtime_env(job) == {}
     assert ray_job.longest_drain_s(job) == 3 - 2.5
     assert ray_job.longest_drain_s({**job, ray_job.STOP_WAIT: "35"}) == 32.5
     assert ray_job.longest_drain_s({**job, ray_job.STOP_WAIT: "1"}) == 0
