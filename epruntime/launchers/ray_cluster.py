@@ -146,8 +146,8 @@ def _resolve(address: str) -> tuple[str, str]:
     meant, by = (variable or "", " ('auto', by RAY_ADDRESS)") if address == "auto" else (address, "")
     if "://" in meant:
         raise LaunchError(
-            f"ray_address={meant!r}{by} is not where a cluster's head takes nodes, but of its dashboard: give HOST:6379, "
-            "the port of `ray start --head`"
+            f"ray_address={meant!r}{by} is not where a cluster's head takes nodes, but of its dashboard: give "
+            "HOST:6379, the port of `ray start --head`"
         )
     if address != "auto":
         return address, ""
