@@ -98,14 +98,14 @@ test-all: setup
 
 # The oldest transformers lies beside the installed one, and comes first on the path of these tests alone.
 $(STAMPS)/oldest: $(STAMPS)/project
-	$(call say,fetching $(OLDEST))
+	$(call say,fetching the oldest supported transformers)
 	@rm -rf $(VENV)/oldest
 	@$(BIN)/python -m pip install -q --no-deps --target $(VENV)/oldest $(OLDEST)
 	@touch $@
 
 test-oldest: setup $(STAMPS)/oldest
 	$(call say,running the tests of models with the oldest transformers)
-	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q -m '' tests/e2e/test_conformance.py \
+	@PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(BIN)/python -m pytest -q -m '' tests/e2e/test_conformance.py \
 	    tests/e2e/test_conformance_list.py tests/e2e/test_routing_traps.py tests/unit/test_models_*.py $(PYTEST_ARGS)
 
 mutants: setup

@@ -45,6 +45,8 @@ def build(
                 std = _spread(name)
                 if std is not None and tensor.is_floating_point():
                     tensor.normal_(std=std)
+                elif tensor.dim() > 1 and tensor.is_floating_point() and not tensor.any():
+                    tensor.normal_(std=0.3)  # a router that transformers forgets to initialise
                 elif "norm" in name and name.endswith("weight"):
                     tensor.add_(torch.randn_like(tensor) * 0.1)
     finally:

@@ -251,7 +251,7 @@ def test_longcat_identity_experts_stay_where_the_token_is(tmp_path: Path) -> Non
     """Ids from 8 on are the identity. They count as no expert's tokens, and a token may have nothing but them."""
 
     def edit(block: Any) -> None:
-        block.router.classifier.weight[8:, 1] = 4.0  # tokens with a large x[1] choose identities alone
+        block.router.classifier.weight[8:, 1] = 12.0  # tokens with a large x[1] choose identities alone
 
     case = blocks("longcat_flash", tmp_path, edit, moe_topk=3, zero_expert_num=4, routed_scaling_factor=2.0)
     bias = case.theirs.router.e_score_correction_bias.tolist()
