@@ -223,7 +223,7 @@ class SupervisorHub:
 
     async def _close(self) -> None:
         for link in self._links.values():
-            link.tell({"type": "end", "code": self.exit_code})
+            link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0})
             link.connection.close("the job has ended")
         self._server.close_listeners()
         with contextlib.suppress(TimeoutError):

@@ -1,6 +1,6 @@
 """SupervisorLink: a supervisor's connection to the coordinator, on an asyncio loop that it never blocks.
 
-coordinator: spawn(id, bootstrap, nonce), terminate(id), kill(id), end(code)
+coordinator: spawn(id, bootstrap, nonce), terminate(id), kill(id), end(code, stopped)
 supervisor: here(facts), spawned(id, pid), failed(id, reason), line(id, text), exited(id, how), signal(number, count)
 
 Frames and proofs are those of the control channel (epruntime/comm); a supervisor's slot is its torchrun rank, and its

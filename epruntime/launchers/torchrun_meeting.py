@@ -84,10 +84,11 @@ class MeetingPoint:
                 host, port, None, is_master=hosts_it, wait_for_workers=False, timeout=timeout
             )
         except RuntimeError as error:
+            words = str(error).splitlines()[0].rstrip(".")
             raise LaunchError(
-                f"torchrun's store at {host}:{port} was not reached: {str(error).splitlines()[0]}. torchrun names the "
-                "host of worker 0 as that host names itself; if this host does not reach it by that name, give "
-                "torchrun there --local-addr with an address that it does reach"
+                f"torchrun's store at {host}:{port} was not reached: {words}. It ends with torchrun on the host of "
+                "worker 0: look there first. torchrun names that host as it names itself; where another one does not "
+                "reach it by that name, give torchrun there --local-addr with an address that does"
             ) from error
         self._store = PrefixStore(prefix, self._server)
 

@@ -90,6 +90,7 @@ class Supervisor:
         self._ranks: dict[int, LocalProcess] = {}
         self._spawning: dict[int, asyncio.Task[None]] = {}
         self._num_signals = 0
+        self._stopped = False
 
     async def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Lives until the job ends; returns the exit code of this process.
@@ -113,6 +114,10 @@ class Supervisor:
             await self._end_coordinator()
             if self._link is not None:
                 await asyncio.to_thread(self._link.close, _FAREWELL_S)
+        if self._stopped and not self._num_signals and self._worker.local_rank == 0:
+            # Another host's agent was told to end, and has. Ours would wait for it, five minutes, or start all anew.
+            logger.info("torchrun was stopped on another host, and ends here, too")
+            os.kill(os.getppid(), signal.SIGTERM)
         if code:
             level = logging.INFO if self._num_signals else logging.ERROR
             logger.log(level, "torchrun worker %d on host %s ends: %s", self._worker.rank, self._host, reason)
@@ -191,9 +196,13 @@ class Supervisor:
             elif order in self._ranks:
                 process = self._ranks[order]
                 (process.terminate if kind == "terminate" else process.kill)()
-        elif kind == "end" and self._coordinator is None:  # where it is a child of ours, its exit is the end
-            words = f"the coordinator ended with exit code {message['code']}; host {self._coordinator_host} shows why"
-            self._end(message["code"], words)
+        elif kind == "end":
+            self._stopped = message["stopped"]
+            if self._coordinator is None:  # where it is a child of ours, its exit is the end
+                words = (
+                    f"the coordinator ended with exit code {message['code']}; host {self._coordinator_host} shows why"
+                )
+                self._end(message["code"], words)
 
     async def _spawn(self, order: int, letter: bytes, nonce: bytes) -> None:
         try:

@@ -165,32 +165,53 @@ def test_static_meeting_tokens_wire_and_a_cut(hosts, model):
         free_of_processes(host, 5)
 
 
-def test_c10d_meeting_two_workers_per_host_and_the_same_endpoint_again(hosts, model):
+def test_c10d_meeting_two_workers_per_host(hosts, model):
     prompts = [",".join(map(str, prompt)) for prompt in PROMPTS[:2]]
     program = [EXAMPLE, model.path, *prompts, "--token-ids", "--max-tokens", str(COUNT)]
-    expected = [f"{prompt} -> {tokens}" for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)][:2]
-    for workers, secret in (("2", {}), ("1", {"EPRUNTIME_JOB_SECRET": "hush"})):
-        with jobs(hosts, ["--nproc-per-node", workers, *c10d(hosts)], program, **secret) as both:
-            assert [job.wait(START_S) for job in both] == [0, 0], "\n".join(job.output for job in both)
-            lines = [line for job in both for line in job.lines if " -> [" in line]
-            assert lines == expected
-            assert "hush" not in "".join(job.output for job in both)
+    with jobs(hosts, ["--nproc-per-node", "2", *c10d(hosts)], program) as both:
+        assert [job.wait(START_S) for job in both] == [0, 0], "\n".join(job.output for job in both)
+    lines = [line for job in both for line in job.lines if " -> [" in line]
+    assert lines == [f"{prompt} -> {tokens}" for prompt, tokens in zip(PROMPTS[:2], model.tokens[:2], strict=True)]
     for host in hosts:
         free_of_processes(host, 5)
 
 
-def test_stopping_one_host_stops_all(hosts, tmp_path):
+#: ends as a server that drains, once all workers are there
+PROGRAM = """
+import signal, sys, time
+from epruntime.launchers.torchrun import num_workers, run_coordinator
+from epruntime.launchers.torchrun_hub import this_hub
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while len(this_hub()._links) < num_workers():
+        time.sleep(0.01)
+    print("main", flush=True)
+    signal.pause()
+
+run_coordinator(main)
+"""
+
+
+def test_one_endpoint_again_and_stopping_one_host_stops_all(hosts, tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(
-        "import time\n"
-        "from epruntime.launchers.torchrun import run_coordinator\n"
-        "run_coordinator(lambda: (print('main', flush=True), time.sleep(600)))\n"
-    )
-    with jobs(hosts, ["--nproc-per-node", "1", *static(hosts)], [str(program)]) as (on_a, on_b):
-        on_a.wait_for("^main", START_S)
-        time.sleep(1.0)
-        on_b.signal(signal.SIGTERM)
-        assert on_b.wait(END_S) == 1
-        assert on_a.wait(END_S) == 1
-    for host in hosts:
-        free_of_processes(host, 5)
+    program.write_text(PROGRAM)
+    options = ["--nproc-per-node", "1", "--max-restarts", "3", *c10d(hosts)]
+    for secret in ({}, {"EPRUNTIME_JOB_SECRET": "hush"}):
+        with jobs(hosts, options, [str(program)], **secret) as both:
+            wait_for_any("main", both)
+            both[1].signal(signal.SIGTERM)
+            # Also on the host that was not told to stop, whose workers ended well, and which had restarts left.
+            assert [job.wait(END_S) for job in both] == [1, 1], "\n".join(job.output for job in both)
+        assert sum(job.lines.count("main") for job in both) == 1
+        assert "hush" not in "".join(job.output for job in both)
+        for host in hosts:
+            free_of_processes(host, 5)
+
+
+def wait_for_any(line: str, both: list[TorchrunJob]) -> None:
+    """Until one of them has printed this line: c10d decides where worker 0 is."""
+    deadline = time.monotonic() + START_S
+    while not any(line in job.lines for job in both):
+        assert time.monotonic() < deadline, "\n".join(job.output for job in both)
+        time.sleep(0.05)
