@@ -46,7 +46,10 @@ _NO_LORA = "LoRA adapters are not served: merge them into the checkpoint"
 _EAGER = "leave it out: there are no CUDA graphs and no compilation, so every step is eager"
 _BALANCE = "experts are not moved or copied at run time: each has one place for as long as the server runs"
 _MEMORY = "say how much KV cache each rank gets: --kv-cache-memory-gb X or --num-kv-blocks N"
-_MULTI = "several hosts are reached through Ray: --launcher ray --ray-address HOST:PORT"
+_MULTI = (
+    "several hosts are reached through Ray (--launcher ray --ray-address HOST:PORT) or torchrun "
+    "(launch/torchrun_serve.py); docs/launching.md has the commands"
+)
 _TOOLS = "tool calls are not parsed: the client gets the model's text"
 _SPECULATION = "there is no speculative decoding"
 _TEXT_ONLY = "only text is taken"
