@@ -1,0 +1,117 @@
+"""`epruntime models`: the list is computed, its verdicts are those of the gate, and both outputs say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from epruntime.cli.main import main
+from epruntime.cli.models import table
+from epruntime.errors import CheckpointError, UnsupportedModelError
+from epruntime.models import adapter, survey
+from epruntime.models.checkpoint import Checkpoint, split_rows
+from epruntime.models.conformance import COVERED, PARTLY
+from epruntime.models.loader import features_of_model
+from epruntime.models.safetensors import TensorEntry
+from epruntime.testing import tiny_models
+
+
+def _only(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
+    names = {t: survey.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[t] for t in types}
+    monkeypatch.setattr(survey, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names)
+
+
+def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, "mixtral", "dbrx", "llama", "qwen3_next", "llama4", "jetmoe", "gemma3_text")
+    found = {verdict.model_type: verdict for verdict in survey.survey()}
+    assert set(found) == {"mixtral", "dbrx", "qwen3_next", "llama4", "jetmoe"}  # the dense ones are not listed
+    assert (found["mixtral"].how, found["mixtral"].reason) == ("hooked", "")
+    assert found["mixtral"].architecture == "MixtralForCausalLM"
+    assert found["dbrx"].how == "adapted"
+    assert found["qwen3_next"].served
+    assert PARTLY["qwen3_next"] in found["qwen3_next"].reason
+    assert not found["llama4"].served
+    assert "llama4_text" in found["llama4"].reason
+    assert "experts interface" in found["jetmoe"].reason
+
+
+def test_a_type_that_no_test_covers_is_not_served_and_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, "olmoe", "mixtral")
+    monkeypatch.delitem(COVERED, "olmoe")
+    monkeypatch.setitem(COVERED, "mixtral", frozenset())
+    by_type = {verdict.model_type: verdict for verdict in survey.survey()}
+    assert (by_type["olmoe"].served, by_type["olmoe"].newly) == (False, True)
+    assert by_type["mixtral"].served
+
+
+def test_a_type_whose_small_model_cannot_be_built_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, "olmoe")
+
+    def fail(model_type: str) -> Any:
+        raise ValueError("a field of a later release\nis missing")
+
+    monkeypatch.setattr(survey, "small_config", fail)
+    (verdict,) = survey.survey()
+    assert not verdict.served
+    assert verdict.reason.endswith("a field of a later release is missing")
+
+
+def test_both_outputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _only(monkeypatch, "mixtral", "jetmoe")
+    assert main(["models", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["served"], facts["transformers"]) == (1, transformers.__version__)
+    assert [model["model_type"] for model in facts["models"]] == ["jetmoe", "mixtral"]
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-2] == table(facts["models"]).splitlines()
+    assert lines[1].split() == ["mixtral", "hooked", "window"]
+    assert lines[2].split()[:2] == ["jetmoe", "no"]
+    assert lines[-1].startswith("1 of 2 ")
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention", "attention"]}),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention", "full_attention"]}),
+        ("deepseek_v4", {"layer_types": ["compressed_sparse_attention", "sliding_attention", "sliding_attention"]}),
+    ],
+)
+def test_the_part_that_is_not_served_is_refused_with_the_reason(model_type: str, fields: dict[str, Any]) -> None:
+    config = tiny_models.small_config(model_type, **fields)
+    model = adapter.build_meta_model(config, torch.float32)
+    with pytest.raises(UnsupportedModelError, match=f"{model_type} is served with {PARTLY[model_type]}"):
+        features_of_model(model, config)
+
+
+def _checkpoint(**shapes: tuple[int, ...]) -> Checkpoint:
+    tensors, offset = {}, 100
+    for name, shape in shapes.items():
+        size = 4 * torch.Size(shape).numel()
+        tensors[name] = TensorEntry(
+            name=name, file=Path("f"), dtype=torch.float32, shape=shape, offset=offset, num_bytes=size
+        )
+        offset += size
+    return Checkpoint(path=Path("d"), raw_config={}, tensors=tensors, header_bytes=0)
+
+
+def test_rows_of_one_tensor_become_tensors_of_their_own() -> None:
+    before = _checkpoint(**{"a.w1": (6, 5), "a.norm": (5,)})
+    after = split_rows(before, {"w1": "*.w1"}, 3)
+    assert {name: (entry.shape, entry.offset) for name, entry in after.tensors.items()} == {
+        "a.0.w1": ((2, 5), 100),
+        "a.1.w1": ((2, 5), 140),
+        "a.2.w1": ((2, 5), 180),
+        "a.norm": ((5,), 220),
+    }
+    assert after.num_bytes == before.num_bytes
+    with pytest.raises(CheckpointError, match=r"a\.w1 of shape \(6, 5\) cannot be cut into 4"):
+        split_rows(before, {"w1": "*.w1"}, 4)
