@@ -97,13 +97,12 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
 
     _rows_cross_the_wire(site)
 
-    # a second server on this host and this cluster
+    # a second server on this host, and one on this cluster
     busy = site.program("--expert-parallel-size", "2")
-    assert busy.wait_end(30) == 1
+    full = site.program("--expert-parallel-size", "2", "--port=0", "--grpc-port=0", "--start-timeout-s=3")
+    assert busy.wait_end(40) == full.wait_end(40) == 1
     assert "50051" in busy.text
     assert "in use" in busy.text
-    full = site.program("--expert-parallel-size", "2", "--port=0", "--grpc-port=0", "--start-timeout-s=3")
-    assert full.wait_end(40) == 1
     for words in ("no room for 2 ranks of 1 CPU each within 3 s", "host-a", "host-b", "CPU 0 free of 1"):
         assert words in full.text
 
