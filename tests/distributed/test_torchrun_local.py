@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 SERVE, EXAMPLE = str(ROOT / "launch/torchrun_serve.py"), str(ROOT / "examples/multi_node/torchrun_generate.py")
-PROMPT, COUNT, LONG = [5, 17, 99, 3], 6, 300
+PROMPT, COUNT, LONG = [5, 17, 99, 3], 6, 450
 GREEDY = {"temperature": 0, "ignore_eos": True}
 START_S, END_S = 90.0, 30.0
 SMALL = ["--port", "0", "--grpc-port", "0", "--max-model-len", "512", "--num-kv-blocks", "64", "--max-num-seqs", "8"]
