@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,7 +34,7 @@ class Leftovers:
             descriptors=me.num_fds(),
         )
 
-    def grown_by(self, *, seconds: float, descriptors: bool = True) -> dict[str, object]:
+    def grown_by(self, *, seconds: float, descriptors: bool = True) -> dict[str, Any]:
         """What is there and was not in `self`, after it has had up to `seconds` to go away.
 
         `descriptors`: count this process's open files too.
@@ -40,16 +43,31 @@ class Leftovers:
         while True:
             gc.collect()
             now = Leftovers.now()
-            grown: dict[str, object] = {
+            grown: dict[str, Any] = {
                 name: new
                 for name in ("processes", "files", "shared_memory")
                 if (new := getattr(now, name) - getattr(self, name))
             }
+            # another program of this machine may use shared memory meanwhile
+            if "shared_memory" in grown and not (grown["shared_memory"] - _held_by_strangers()):
+                del grown["shared_memory"]
             if descriptors and now.descriptors > self.descriptors:
                 grown["descriptors"] = now.descriptors - self.descriptors
             if not grown or time.monotonic() > deadline:
                 return grown
             time.sleep(0.05)
+
+
+def _held_by_strangers() -> set[str]:
+    """Names in /dev/shm that a living process which does not descend from this one has open or mapped."""
+    ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+    held = set()
+    for pid in set(psutil.pids()) - ours:
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours to look at
+            links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+            mapped = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            held |= {path.removeprefix("/dev/shm/") for path in links + mapped if path.startswith("/dev/shm/")}
+    return held
 
 
 def is_alive(pid: int) -> bool:

@@ -240,7 +240,7 @@ def test_signals_to_the_coordinator(number):
             assert process.returncode == 0
         else:
             process.kill()
-    assert wait_dead(ranks, 5) == []
+    assert wait_dead(ranks, 15) == []  # Ray looks for dead owners when it gets to it
     if number == signal.SIGKILL:
         # Two helpers of Ray's first try to reach the dead cluster for half a minute.
         for pid in wait_dead(tree, 5):
