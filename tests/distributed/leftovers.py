@@ -28,7 +28,8 @@ class Leftovers:
         me = psutil.Process()
         shared = Path("/dev/shm")
         return cls(
-            processes=frozenset((p.pid, p.create_time()) for p in me.children(recursive=True)),
+            # dead orphans, which this process may have adopted, are nothing that runs
+            processes=frozenset((p.pid, p.create_time()) for p in me.children(recursive=True) if is_alive(p.pid)),
             files=frozenset(str(p) for p in Path(tempfile.gettempdir()).iterdir()),
             shared_memory=frozenset(p.name for p in shared.iterdir()) if shared.is_dir() else frozenset(),
             descriptors=me.num_fds(),

@@ -43,7 +43,7 @@ def _complete(line: str, answers: Path) -> list[str]:
         ("epruntime se", {"serve"}),
         ("epruntime co", {"collect-env", "completion"}),
         ("epruntime serve --max-num-", {"--max-num-seqs", "--max-num-batched-tokens"}),
-        ("epruntime serve --launcher ", {"local", "ray"}),
+        ("epruntime serve --launcher ", {"local", "ray", "torchrun"}),
         ("epruntime serve --no-enable-p", {"--no-enable-prefix-caching"}),
         ("epruntime generate --logit", {"--logit-bias"}),
         ("epruntime completion ", {"bash", "zsh", "fish"}),
