@@ -97,7 +97,7 @@ class Stamp:
     def __str__(self) -> str:
         words = [f"step {self.step}"] if self.step >= 0 else [self.phase.name.lower()]
         if self.step >= 0 and self.phase is Phase.SAMPLE:
-            words.append("sampling")
+            words.append(f"sampling after layer {self.layer}" if self.layer >= 0 else "sampling")
         elif self.step >= 0 and self.layer >= 0:
             words.append(f"layer {self.layer}")
         if self.note:

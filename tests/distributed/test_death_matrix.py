@@ -126,7 +126,7 @@ def test_requests_end_in_time_by_name_and_the_engine_comes_back(world, when, how
             assert "idle" in text
         else:
             assert "step " in text
-            assert "layer " in text
+            assert "layer" in text
         if when == "collective":
             assert "waiting in " in text
         # what comes meanwhile is refused with a hint, and what comes later is served rightly

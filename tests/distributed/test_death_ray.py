@@ -43,7 +43,7 @@ def test_a_killed_actor_is_replaced_and_a_stopped_one_is_killed(tmp_path_factory
                 error = await error_of(request, began, BOUND_S if how == signal.SIGKILL else 2 * BOUND_S)
                 assert isinstance(error, RankLostError)
                 assert (error.slot, error.host) == (1, socket.gethostname())
-                for words in (verdict, "last progress", "step "):  # and a layer, unless it was between two
+                for words in (verdict, "last progress", "step "):  # and a layer, unless it has not reached one
                     assert words in str(error)
                 assert llm.status.state is EngineState.RESTARTING
                 await ready(llm)

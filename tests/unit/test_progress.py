@@ -70,7 +70,7 @@ def test_words_of_a_stamp():
     assert stamps.read().waits
     stamps.go_on()
     stamps.sampling()
-    assert str(stamps.read()) == "step 17, sampling"
+    assert str(stamps.read()) == "step 17, sampling after layer 3"
     assert not stamps.read().waits
     stamps.enter(Phase.IDLE)
     assert str(stamps.read()) == "idle"
