@@ -28,6 +28,7 @@ class HealthWatch:
     ) -> None:
         self._ranks, self._stepping, self._status = ranks, stepping, status
         self._still_s = min(_STILL_S, step_timeout_s / 2)
+        self._rested: dict[int, tuple[int, float]] = {}  # slot -> count and age of its stamp when no step was under way
         self._task = asyncio.create_task(self._run(), name="epruntime-health")
 
     def close(self) -> None:
@@ -48,15 +49,28 @@ class HealthWatch:
             progress = rank.progress
             if progress.stamp is not None and progress.silent_s > SILENT_S:
                 return f"{_name(rank)} has sent no heartbeat for more than {SILENT_S:g} s; it was at: {progress.stamp}"
-        if not self._stepping():
-            return ""
         known = [rank for rank in self._ranks if rank.progress.stamp is not None]
+        if not self._stepping():
+            self._rested = {rank.info.slot: _count_and_age(rank) for rank in known}
+            return ""
         slow = suspect(known)
-        if slow is not None and slow.progress.age_s > self._still_s:
+        if slow is not None and self._still_for(slow) > self._still_s:
             return f"{_name(slow)} has not moved for more than {self._still_s:g} s: {slow.progress.stamp}"
-        if slow is None and known and min(rank.progress.age_s for rank in known) > self._still_s:
+        if slow is None and known and min(map(self._still_for, known)) > self._still_s:
             return f"all ranks wait for each other: {known[0].progress.stamp}"
         return ""
+
+    def _still_for(self, rank: RankHandle) -> float:
+        """Seconds that a rank has not moved although there was work: the time it rested before does not count."""
+        count, age_s = _count_and_age(rank)
+        rested_count, rested_s = self._rested.get(rank.info.slot, (-1, 0.0))
+        return age_s - rested_s if count == rested_count else age_s
+
+
+def _count_and_age(rank: RankHandle) -> tuple[int, float]:
+    progress = rank.progress
+    assert progress.stamp is not None
+    return progress.stamp.count, progress.age_s
 
 
 def _name(rank: RankHandle) -> str:

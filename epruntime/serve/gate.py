@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, UnavailableError
+from epruntime.launchers.rank_end import LAST_WORDS
 from epruntime.serve.engine import Engine
 
 E = TypeVar("E", bound=BaseException)
@@ -65,7 +66,7 @@ class Gate:
     @property
     def reason(self) -> str:
         """Words for why it is not serving; empty while it is."""
-        return self._reason or self._engine_status.reason
+        return (self._reason or self._engine_status.reason).partition(LAST_WORDS)[0]
 
     @property
     def live(self) -> frozenset[str]:

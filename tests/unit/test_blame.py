@@ -178,6 +178,35 @@ def test_an_overdue_step_condemns_the_stuck_rank_and_an_accusation_alone_nobody(
     asyncio.run(body())
 
 
+def test_a_rank_that_rested_is_not_still_when_work_comes():
+    async def body() -> None:
+        fleet, stepping = Fleet(2), [False]
+        for stamps in fleet.stamps:
+            stamps.enter(Phase.IDLE)
+        fleet.beat()
+        watch = HealthWatch(fleet.ranks, lambda: stepping[0], StatusHolder(), step_timeout_s=100)
+        for _ in range(60):
+            fleet.beat(after_s=1.0)
+            assert watch.look() == ""
+        stepping[0] = True  # a request, of which no heartbeat tells yet
+        assert watch.look() == ""
+        for _ in range(5):
+            fleet.beat(after_s=1.0)
+            assert watch.look() == ""
+        fleet.beat(after_s=0.5)
+        assert "has not moved for more than 5 s" in watch.look(), "it did not begin in all that time"
+        fleet.stamps[0].enter(Phase.FORWARD, step=4)
+        fleet.stamps[1].enter(Phase.FORWARD, step=4)
+        fleet.beat()
+        assert watch.look() == ""
+        for _ in range(6):
+            fleet.beat(after_s=1.0)
+        assert "has not moved for more than 5 s" in watch.look()
+        watch.close()
+
+    asyncio.run(body())
+
+
 def test_health_tells_silent_and_still_ranks_and_forgives():
     async def body() -> None:
         fleet, stepping = Fleet(2), [True]

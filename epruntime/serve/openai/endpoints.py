@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from epruntime.errors import InvalidRequestError
-from epruntime.launchers.rank_end import LAST_WORDS
 from epruntime.serve.engine import Engine
 from epruntime.serve.gate import LOADING_RETRY_S, Gate
 from epruntime.serve.openai import body
@@ -80,8 +79,7 @@ class Endpoints:
         """200 while requests are taken and every rank steps."""
         if not self._gate.serving:
             headers = {"Retry-After": str(round(LOADING_RETRY_S))}
-            reason = self._gate.reason.partition(LAST_WORDS)[0]  # who asks may be anyone, and the rest is a log
-            raise HttpError(503, reason or self._gate.state.value, headers=headers)
+            raise HttpError(503, self._gate.reason or self._gate.state.value, headers=headers)
         return _json({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
