@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from epruntime.comm.control import RankBootstrap
+from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.launchers.base import RankProcess
 from epruntime.launchers.caller_thread import CallerThread
 from epruntime.launchers.cores import thread_environment
@@ -81,7 +82,11 @@ class RankActor:
         `entry`: "module:function", called with the bootstrap.
         """
         module, _, function = entry.partition(":")
-        getattr(importlib.import_module(module), function)(RankBootstrap.from_bytes(bootstrap))
+        code = getattr(importlib.import_module(module), function)(RankBootstrap.from_bytes(bootstrap))
+        if code == EXIT_ORPHANED:
+            # A private cluster has died with the coordinator, and leaving in order would wait for it. Ray itself may
+            # not notice: where orphans go to a subreaper, a worker's parent is never process 1.
+            os._exit(code)
         ray.actor.exit_actor()
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from epruntime.comm.beats import publish
 from epruntime.comm.control import ControlClient, RankBootstrap, failed, receive_bootstrap
+from epruntime.comm.lifeline import EXIT_ORPHANED
 from epruntime.comm.progress import Phase, Stamps
-from epruntime.errors import UnsupportedModelError
+from epruntime.errors import ConnectionClosedError, UnsupportedModelError
 
 #: the kernel signature it shows; with `:SLOT` in front only on that slot.
 SIGNATURE_VARIABLE = "ECHO_RANK_SIGNATURE"
@@ -23,8 +24,8 @@ SIGNATURE_VARIABLE = "ECHO_RANK_SIGNATURE"
 ABSENT_VARIABLE = "ECHO_RANK_ABSENT"
 
 
-def run_rank(bootstrap: RankBootstrap) -> None:
-    """Joins, then answers messages until `shutdown`."""
+def run_rank(bootstrap: RankBootstrap) -> int:
+    """Joins, then answers messages until `shutdown`; returns the exit code, as a real rank."""
     absent = os.environ.get(ABSENT_VARIABLE, "")
     if absent == str(bootstrap.slot):
         print("ERROR this rank was told not to join", flush=True)
@@ -36,10 +37,13 @@ def run_rank(bootstrap: RankBootstrap) -> None:
         client.exit_on_hangup()
         heartbeats = publish(bootstrap, stamps, signature=signature)
         while True:
-            message = client.recv()
+            try:
+                message = client.recv()
+            except ConnectionClosedError:
+                return EXIT_ORPHANED
             if message["type"] == "shutdown":
                 heartbeats.stop()
-                return
+                return 0
             stamps.enter(Phase.FORWARD, step=message["id"], note=message["type"])
             _act(client, bootstrap, message)
             stamps.enter(Phase.IDLE)
@@ -98,4 +102,4 @@ def _signature(slot: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_rank(receive_bootstrap())
+    sys.exit(run_rank(receive_bootstrap()))
