@@ -124,9 +124,9 @@ def test_a_client_that_leaves_frees_the_cache(client, url):
     assert gauge("epruntime_num_requests_running") == 1
     stream.close()
     left = time.monotonic()
-    while gauge("epruntime_num_requests_running"):
-        assert time.monotonic() - left < 2
-    assert gauge("epruntime_kv_cache_usage_perc") == 0
+    # Blocks that a step in flight may still write are free one step after the request has gone.
+    while gauge("epruntime_num_requests_running") or gauge("epruntime_kv_cache_usage_perc"):
+        assert time.monotonic() - left < 5
 
 
 def test_example(url):

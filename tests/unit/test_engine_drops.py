@@ -24,12 +24,18 @@ def scheduler_of(engine: AsyncLLM) -> GroupScheduler:
     return engine._core.schedulers[0]
 
 
-async def first_token(engine: AsyncLLM, name: str) -> None:
-    """Begins a request and leaves its stream after the first token."""
+async def first_token(engine: AsyncLLM, name: str, leave: asyncio.Event | None = None) -> None:
+    """Begins a request and leaves its stream after the first token and, if given, once ``leave`` is set."""
     async with aclosing(engine.stream("abcdefg", LONG, name)) as stream:
         async for delta in stream:
             if delta.num_output_tokens:
+                if leave is not None:
+                    await leave.wait()
                 return
+
+
+def in_scheduler(engine: AsyncLLM) -> int:
+    return scheduler_of(engine).num_running + scheduler_of(engine).num_waiting
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -79,7 +85,11 @@ def test_it_takes_one_step_more_than_those_in_flight() -> None:
 def test_every_kind_of_end_leaves_nothing_while_others_go_on(end: str) -> None:
     async def body() -> None:
         async with fake_engine() as (engine, (rank,), _):
-            other = asyncio.create_task(first_token(engine, "other"))
+            leave = asyncio.Event()
+            rank.gate.clear()  # until both are there: neither can end before the other has begun
+            other = asyncio.create_task(first_token(engine, "other", leave))
+            both = asyncio.create_task(until(lambda: in_scheduler(engine) == 2))
+            both.add_done_callback(lambda _: (rank.gate.set(), leave.set()))
             if end == "stop string":
                 params = SamplingParams(max_tokens=100, seed=1, stop=list("abcdefghijklmnopqrstuvwxyz"))
                 async for delta in engine.stream("abcdefg", params, "r"):
@@ -94,7 +104,7 @@ def test_every_kind_of_end_leaves_nothing_while_others_go_on(end: str) -> None:
                         pass
 
                 reader = asyncio.create_task(read())
-                await until(lambda: scheduler_of(engine).num_running == 2)
+                await both
                 if end == "abort":
                     await engine.abort("r")
                     await reader
