@@ -67,6 +67,45 @@ def pack_rows(x: torch.Tensor, token: torch.Tensor, slots: torch.Tensor, slots_a
         raise ValueError(f"{op}: token[{n}] = {int(token[n])} is outside the {x.shape[0]} rows of x")
 
 
+def _product(op: str, names: tuple[str, str], a: torch.Tensor, b: torch.Tensor, dims: tuple[int, int]) -> None:
+    """Dtypes and dimensions of a product's two factors; its strides are free."""
+    for name, x, dtypes, dim in ((names[0], a, FLOATS, dims[0]), (names[1], b, (a.dtype,), dims[1])):
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        _require(x.dtype in dtypes, f"{op}: {name} is {x.dtype}, must be {wanted}")
+        _require(x.dim() == dim, f"{op}: {name} has {x.dim()} dimensions, must have {dim}")
+        _require(x.device == a.device, f"{op}: {name} is on {x.device}, must be on {a.device}")
+    _require(a.shape[-1] == b.shape[-2], f"{op}: {names[0]} is {list(a.shape)}, {names[1]} {list(b.shape)}")
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    op = "matmul"
+    _product(op, ("a", "b"), a, b, (2, 2))
+    if bias is not None:
+        dtypes = (a.dtype,) if a.dtype == torch.float32 else (a.dtype, torch.float32)
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        _require(bias.dtype in dtypes, f"{op}: bias is {bias.dtype}, must be {wanted}")
+        _require(bias.dim() == 1, f"{op}: bias has {bias.dim()} dimensions, must have 1")
+        _require(bias.device == a.device, f"{op}: bias is on {bias.device}, must be on {a.device}")
+        _require(bias.shape[0] == b.shape[1], f"{op}: bias has {bias.shape[0]} elements for {b.shape[1]} columns")
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor) -> None:
+    _product("bmm", ("a", "b"), a, b, (3, 3))
+    _require(a.shape[0] == b.shape[0], f"bmm: a is {list(a.shape)}, b {list(b.shape)}")
+
+
+def grouped_matmul(x: torch.Tensor, matrix: torch.Tensor, ends: torch.Tensor) -> None:
+    op = "grouped_matmul"
+    _product(op, ("x", "matrix"), x, matrix, (2, 3))
+    _tensor(op, "ends", ends, (torch.int32,), 1, x)
+    _require(ends.shape[0] == matrix.shape[0], f"{op}: {ends.shape[0]} ends for {matrix.shape[0]} matrices")
+    before = 0
+    for s, end in enumerate(ends.tolist()):
+        _require(before <= end, f"{op}: ends[{s}] = {end} is less than the one before, {before}")
+        before = end
+    _require(before <= x.shape[0], f"{op}: ends[{ends.shape[0] - 1}] = {before}, but x has {x.shape[0]} rows")
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

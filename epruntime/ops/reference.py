@@ -5,7 +5,7 @@ comparisons, which IEEE 754 rounds in one way whatever the vector width, and fro
 extent. Library reductions, matrix products and `exp` choose their order or their code by shape, and are not used.
 
 Shape letters: T rows, S sequences, H query heads, K KV heads, G = H / K, N blocks, B slots a block, D key size,
-V value size, L keys of a sequence, P keys of a partition, R rows worked on at once.
+V value size, L keys of a sequence, P keys of a partition, R rows worked on at once; of products as in `gemm.py`.
 """
 
 from __future__ import annotations
@@ -169,3 +169,33 @@ def pack_rows(
         part_NB = part.contiguous().view(torch.uint8)
         message_NB[:, at : at + part_NB.shape[1]] = part_NB
     return message_NB
+
+
+def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """k after k: each product is rounded before it is added."""
+    sum_MN = torch.zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
+    a_KM1, b_KN = a_MK.float().t().contiguous()[:, :, None], b_KN.float().contiguous()
+    term_MN = torch.empty_like(sum_MN)
+    for k in range(b_KN.shape[0]):
+        torch.mul(a_KM1[k], b_KN[k], out=term_MN)
+        sum_MN += term_MN
+    if bias_N is not None:
+        sum_MN += bias_N.float()
+    return sum_MN.to(a_MK.dtype)
+
+
+def bmm(a_BMK: torch.Tensor, b_BKN: torch.Tensor) -> torch.Tensor:
+    out_BMN = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2])
+    for out_MN, a_MK, b_KN in zip(out_BMN, a_BMK, b_BKN, strict=True):
+        out_MN.copy_(matmul(a_MK, b_KN, None))
+    return out_BMN
+
+
+def grouped_matmul(x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+    out_PO = x_PI.new_zeros(x_PI.shape[0], matrix_SIO.shape[2])
+    start = 0
+    for matrix_IO, end in zip(matrix_SIO, ends_S.tolist(), strict=True):
+        if end > start:
+            out_PO[start:end] = matmul(x_PI[start:end], matrix_IO, None)
+        start = end
+    return out_PO
