@@ -31,11 +31,11 @@ class SamplingParams:
     top_k, top_p, min_p, draw.
 
     Attributes:
-        n: sequences to generate from the prompt; sequence i is that of a request with n=1 and the seed
-            `derive_seed(seed, i)`.
+        n: sequences to generate from the prompt; sequence i is that of a request with n=1 and the i-th seed derived
+            from this one's (docs/sampling.md).
         temperature: 0 is greedy (argmax, lowest id first on ties); else logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: nucleus: keep the least set of tokens whose probability reaches `top_p` (Holtzman et
+        top_p: nucleus: keep the least set of tokens whose probability reaches top_p (Holtzman et
             al. 2019, arXiv:1904.09751). 1.0 keeps all.
         min_p: keep the tokens whose probability is at least min_p times that of the most likely one
             (Nguyen et al. 2024, arXiv:2407.01082). 0 keeps all.
@@ -44,18 +44,18 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that occur in the output so far, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output so far, in [-2, 2].
         logit_bias: token id -> number in [-100, 100] added to its logit.
-        seed: key of the counter-based generator, in [0, 2**63). None: drawn when the request enters.
-        max_tokens: output tokens at most; None: up to `max_model_len`.
+        seed: key of the counter-based generator, in [0, 2**63); where none is given, one is drawn when the
+            request enters.
+        max_tokens: output tokens at most, and in any case no more than the model's context has room for.
         min_tokens: output tokens before which nothing ends the output: neither end-of-sequence and stop ids, which are
             not chosen, nor stop strings.
         stop: stop strings; never part of the returned text.
         stop_token_ids: token ids that end the output, beside the model's end-of-sequence ids.
         ignore_eos: go on past the model's own end-of-sequence ids.
-        logprobs: None, or the number (0..20) of most likely tokens whose log-probability is
-            returned at each position beside that of the chosen token. Natural logarithm of the
-            softmax of the unmodified logits (before temperature and filters).
-        prompt_logprobs: None, or the number (0..20) of most likely tokens whose log-probability is
-            returned at each prompt position beside that of the prompt's own token.
+        logprobs: the number (0..20) of most likely tokens whose log-probability is returned at each position beside
+            that of the chosen token; where none is given, nothing is returned. Natural logarithm of the softmax of the
+            unmodified logits (before temperature and filters).
+        prompt_logprobs: the same at each position of the prompt, beside that of the prompt's own token.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:

@@ -19,10 +19,10 @@ is remembered as far as it went. Reads lines from a pipe, too."""
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chat", help="talk with a served model", description=_DESCRIPTION,
-        usage="%(prog)s [--server HOST:PORT] [OPTIONS]",
+        usage="%(prog)s [OPTIONS] [HOST:PORT]",
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
-    connection.add(parser, timeout_of="each answer")
+    connection.add(parser, positional=True, timeout_of="each answer")
     flags.add_sampling(parser, defaults={"max_tokens": MAX_TOKENS}, skip=("n", "logprobs", "prompt_logprobs"))
     parser.set_defaults(run=run, parser=parser)
 

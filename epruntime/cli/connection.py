@@ -11,10 +11,21 @@ from epruntime.client.retry import DEFAULT_RETRIES
 _TLS_FILES = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
 
 
-def add(parser: argparse.ArgumentParser, *, server_in: Any = None, timeout_of: str = "each call") -> None:
-    """Adds the flags. `server_in`: the group that --server goes to; `timeout_of`: what --timeout bounds, in words."""
+def add(
+    parser: argparse.ArgumentParser, *, server_in: Any = None, positional: bool = False, timeout_of: str = "each call"
+) -> None:
+    """Adds the flags.
+
+    Args:
+        server_in: the group that --server goes to. positional: the address may be given without --server, too, for
+            commands that have no other argument.
+        timeout_of: what --timeout bounds, in words.
+    """
     group = parser.add_argument_group("server")
-    (server_in or group).add_argument(
+    where = (server_in or group).add_mutually_exclusive_group() if positional else server_in or group
+    if positional:
+        where.add_argument("server", metavar="HOST:PORT", nargs="?", default=argparse.SUPPRESS, help="that of --server")
+    where.add_argument(
         "--server", metavar="HOST:PORT", default=argparse.SUPPRESS, help=f"gRPC address (default: {DEFAULT_ADDRESS})"
     )
     _add(group, "--api-key", "TEXT", "access token; better set EPRUNTIME_API_KEY, which `ps` does not show")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from epruntime.cli.hints import in_words
 from epruntime.client import Client, Stream
 from epruntime.errors import EngineDeadError, EPRuntimeError, UnavailableError
 
@@ -98,7 +99,7 @@ class Conversation:
             print("(cut: --max-tokens, or the model's own limit)", file=sys.stderr, flush=True)
 
     def _failed(self, error: EPRuntimeError, *, in_answer: bool) -> None:
-        words = f"epruntime chat: {error}"
+        words = f"epruntime chat: {in_words(error)}"
         if self._interactive and isinstance(error, (UnavailableError, EngineDeadError)):
             words += "\n(The conversation is kept: /retry asks again, or go on when the server is back.)"
         print(f"\n{words}" if in_answer else words, file=sys.stderr, flush=True)

@@ -12,12 +12,19 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, cast
 
 from epruntime.cli import connection, flags
+from epruntime.cli.hints import SERVER, in_words, is_address
 from epruntime.cli.printer import JsonPrinter, Printer, TextPrinter
 from epruntime.cli.source import Source, open_engine, open_server
 from epruntime.client import Chunk
 from epruntime.client.channel import endpoint
 from epruntime.config import EngineConfig
-from epruntime.errors import ConfigError, EPRuntimeError, InvalidRequestError
+from epruntime.errors import (
+    ConfigError,
+    EPRuntimeError,
+    InvalidRequestError,
+    RequestAbortedError,
+    RequestFailedError,
+)
 
 MAX_TOKENS = 128
 #: Prompts sent and not yet finished.
@@ -48,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
         source = _source(args)
     except (ConfigError, InvalidRequestError) as error:
         args.parser.error(str(error))
+    if "server" not in args and "model" not in args and any(map(is_address, args.prompts[:1])):
+        args.parser.error(
+            f"{args.prompts[0]!r} looks like an address, not like a prompt: {SERVER} (give it to mean the prompt)"
+        )
     prompts = args.prompts or _lines()
     if not prompts:
         args.parser.error("no prompt: give some as arguments, or lines on standard input")
@@ -81,7 +92,7 @@ def _lines() -> list[str]:
 async def _generate(
     opening: AbstractAsyncContextManager[Source], prompts: list[str], sampling: dict[str, Any], printer: Printer
 ) -> int:
-    """Returns 1 if a prompt was refused; the others are completed all the same."""
+    """Returns 1 if a prompt was refused or failed; the others are completed all the same."""
     room = asyncio.Semaphore(MAX_CONCURRENCY)
     queues: list[asyncio.Queue[Chunk | EPRuntimeError]] = [asyncio.Queue() for _ in prompts]
     async with opening as source:
@@ -111,6 +122,7 @@ async def _print(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], prin
     while True:
         item = await queue.get()
         if isinstance(item, EPRuntimeError):
+            printer.cut()
             return _refused(item)
         printer.add(item)
         if item.final:
@@ -120,7 +132,7 @@ async def _print(prompt: str, queue: asyncio.Queue[Chunk | EPRuntimeError], prin
 
 def _refused(error: EPRuntimeError) -> bool:
     """Prints what is wrong with one prompt and goes on; raises what concerns all of them."""
-    if not isinstance(error, InvalidRequestError):
+    if not isinstance(error, (InvalidRequestError, RequestFailedError, RequestAbortedError)):
         raise error
-    print(f"epruntime generate: {error}", file=sys.stderr, flush=True)
+    print(f"epruntime generate: {in_words(error)}", file=sys.stderr, flush=True)
     return False

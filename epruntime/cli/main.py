@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 from epruntime import envs
 from epruntime.cli import chat, collect_env, completion, generate, models, preflight, serve, server_facts, upcycle
+from epruntime.cli.hints import in_words
 from epruntime.cli.parser import CommandParser
 from epruntime.errors import EPRuntimeError
 from epruntime.version import __version__
 
 logger = logging.getLogger("epruntime.cli.main")
 
-INTERRUPTED = 130
+WRONG_USAGE, INTERRUPTED = 2, 130
 #: module that is missing -> extra that brings it; all others that are missing are faults
 _EXTRAS = {
     "torch": "serve",
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; argparse itself exits with 2 on wrong usage."""
     parser = make_parser()
     completion.complete(parser)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return WRONG_USAGE
     return run(parser, argv)
 
 
@@ -73,7 +77,7 @@ def run(parser: CommandParser, argv: Sequence[str] | None = None) -> int:
         return 1
     except EPRuntimeError as error:
         logger.debug("failed", exc_info=True)
-        return _fail(args.parser.prog, str(error))
+        return _fail(args.parser.prog, in_words(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:

@@ -9,7 +9,10 @@ from typing import Any
 
 _DESCRIPTION = """Lists every Mixture-of-Experts architecture that the installed transformers has, and says of each
 whether a checkpoint of it is served. The list is computed: a small model of each is built without weights and asked
-what it does. Takes about 15 seconds."""
+what it does, which takes some seconds."""
+_LEGEND = """SERVED: "hooked" - its experts go through the experts interface of transformers, where epruntime registers
+itself; "adapted" - an adapter of epruntime's puts them there; "no" - a checkpoint of it is refused. Both kinds compute
+the same (docs/models.md)."""
 _WIDTH = 120
 
 
@@ -37,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     print(table([verdict.to_dict() for verdict in found]))
+    print("\n" + textwrap.fill(" ".join(_LEGEND.split()), _WIDTH))
     version = transformers.__version__
     print(f"\n{served} of {len(found)} Mixture-of-Experts architectures of transformers {version} are served.")
     return 0

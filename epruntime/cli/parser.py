@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from epruntime.cli.hints import SERVER, is_address
+
 
 class CommandParser(argparse.ArgumentParser):
     """Flags must be written out: an abbreviation that works today would change its meaning, or fail, once another flag
@@ -23,11 +25,12 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self.hints = {}
+        self._given: list[str] = []
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse does, but a flag with a hint ends it at once: what follows a flag that is not known may be its
         value or not, so that any later complaint would mislead."""
-        args = sys.argv[1:] if args is None else list(args)
+        args = self._given = sys.argv[1:] if args is None else list(args)
         for flag in _flags(args):
             if flag in self.hints and flag not in self._option_string_actions:
                 self.error(f"there is no {flag}: {self.hints[flag]}")
@@ -39,7 +42,11 @@ class CommandParser(argparse.ArgumentParser):
         for flag in dict.fromkeys(_flags(unknown)):
             near = difflib.get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1, cutoff=0.7)
             told.append(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else ""))
-        self.error("; ".join(told) or f"unrecognized arguments: {' '.join(unknown)}")
+        if not told:
+            told = [f"unrecognized arguments: {' '.join(unknown)}"]
+            if any(map(is_address, self._given)) and "--server" in self._option_string_actions:
+                told.append(SERVER)
+        self.error("; ".join(told))
 
 
 def _flags(args: Iterable[str]) -> Iterable[str]:

@@ -12,11 +12,12 @@ from epruntime.outputs import Logprob
 
 
 class Printer(Protocol):
-    """One prompt after the other: begin, its chunks, end."""
+    """One prompt after the other: begin, its chunks, end; or cut, where an error ends it."""
 
     def begin(self, prompt: str) -> None: ...
     def add(self, chunk: Chunk) -> None: ...
     def end(self) -> None: ...
+    def cut(self) -> None: ...
 
 
 class TextPrinter:
@@ -35,6 +36,7 @@ class TextPrinter:
         self._current = 0
         self._waiting: list[list[str]] = [[] for _ in range(self._n)]
         self._finished = [False] * self._n
+        self._in_line = False
 
     def begin(self, prompt: str) -> None:
         self._reset()
@@ -47,13 +49,16 @@ class TextPrinter:
         self._finished[chunk.index] |= chunk.finish_reason is not None
         self._waiting[chunk.index].append(chunk.text)
         while self._current < self._n:
-            print("".join(self._waiting[self._current]), end="", flush=True)
+            text = "".join(self._waiting[self._current])
+            print(text, end="", flush=True)
+            self._in_line = not text.endswith("\n") if text else self._in_line
             self._waiting[self._current].clear()
             if not self._finished[self._current]:
                 return
             self._current += 1
             if self._n > 1:
                 print(flush=True)
+                self._in_line = False
                 self._name_sequence()
 
     def end(self) -> None:
@@ -68,6 +73,12 @@ class TextPrinter:
                 print("--- log-probabilities" + (f" of {output.index + 1}/{self._n}" if self._n > 1 else ""))
                 print("\n".join(map(_line, output.logprobs)))
         print("\n" if self._many else "", end="", flush=True)
+
+    def cut(self) -> None:
+        """Ends the line that the output has begun: what comes next is an error's."""
+        if self._in_line:
+            print(flush=True)
+        self._in_line = False
 
     def _name_sequence(self) -> None:
         if self._n > 1 and self._current < self._n:
@@ -109,6 +120,9 @@ class JsonPrinter:
         if result.prompt_logprobs is not None:
             facts["prompt_logprobs"] = _entries(result.prompt_logprobs)
         print(json.dumps(facts, ensure_ascii=False), flush=True)
+
+    def cut(self) -> None:
+        """What came of a prompt that failed is not printed: a line is there in full, or not at all."""
 
 
 def _entries(positions: Sequence[dict[int, Logprob] | None]) -> list[list[dict[str, Any]] | None]:

@@ -9,8 +9,10 @@ import sys
 from typing import Any
 
 from epruntime.cli import connection
+from epruntime.cli.hints import SERVER, is_address
 from epruntime.client import Client, ModelInfo, ServerInfo
 from epruntime.errors import ConfigError
+from epruntime.words import counted
 
 TIMEOUT_S = 30.0
 
@@ -27,14 +29,16 @@ def add_parser(commands: Any) -> None:
         if name == "tokenize":
             parser.add_argument("text", metavar="TEXT", nargs="?", help="default: all of standard input")
         elif name == "detokenize":
-            parser.add_argument("token_ids", metavar="ID", nargs="+", type=int)
+            parser.add_argument("token_ids", metavar="ID", nargs="+", type=_token_id)
         if name != "health":
             parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-        connection.add(parser)
+        connection.add(parser, positional=name in ("info", "health"))
         parser.set_defaults(run=run, ask=ask, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if "server" not in args and is_address(getattr(args, "text", None) or ""):
+        args.parser.error(f"{args.text!r} looks like an address, not like a text: {SERVER} (give it to mean the text)")
     options = connection.options(args)
     options.setdefault("timeout", TIMEOUT_S)
     try:
@@ -44,6 +48,15 @@ def run(args: argparse.Namespace) -> int:
     with client:
         code: int = args.ask(client, args)
         return code
+
+
+def _token_id(text: str) -> int:
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id: {SERVER}")
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id: give whole numbers") from None
 
 
 def _info(client: Client, args: argparse.Namespace) -> int:
@@ -61,13 +74,13 @@ def _server_lines(server: ServerInfo, address: str) -> list[str]:
     state = server.state + (f": {server.state_reason}" if server.state_reason else "")
     lines = [
         f"server     {address}, epruntime {server.version}, {state}, up {server.uptime_s:.0f} s, "
-        f"{server.running_requests} running requests",
+        f"{counted(server.running_requests, 'running request')}",
     ]
     for ep_rank, rank in enumerate(server.ranks):
         loads = [layer.tokens_per_rank[ep_rank] for layer in server.expert_load if ep_rank < len(layer.tokens_per_rank)]
         lines.append(
             f"rank {ep_rank:<5} slot {rank.slot}, host {rank.host}, pid {rank.pid}, incarnation {rank.incarnation}, "
-            f"{sum(loads)} expert rows"
+            f"{counted(sum(loads), 'expert row')}"
         )
     return lines
 
@@ -77,7 +90,7 @@ def _model_lines(model: ModelInfo) -> list[str]:
     return [
         f"model      {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.dtype}",
         f"experts    {model.num_experts} per layer, top-{model.top_k}, "
-        f"in {len(model.moe_layers)} of {model.num_layers} layers",
+        f"in {len(model.moe_layers)} of {counted(model.num_layers, 'layer')}",
         f"tokens     {model.max_model_len} at most, vocabulary {model.vocab_size}, "
         f"{'a' if model.has_tokenizer else 'no'} tokenizer, {'a' if model.has_chat_template else 'no'} chat template",
         f"sampling   {sampling}",

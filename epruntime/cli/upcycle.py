@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from epruntime.words import counted
+
 _DESCRIPTION = """Turns a dense Llama-like checkpoint into a Mixtral-architecture Mixture-of-Experts checkpoint whose
 experts are copies of the dense MLP (sparse upcycling, Komatsuzaki et al. 2022, arXiv:2212.05055). With noise 0 it
 computes what the dense model computes."""
@@ -48,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.end()
     print(
-        f"{report.out}: {report.num_experts} experts, top-{report.top_k}, {report.dtype}; "
+        f"{report.out}: {counted(report.num_experts, 'expert')}, top-{report.top_k}, {report.dtype}; "
         f"{report.parameters / 1e6:.1f} M parameters ({report.active_parameters / 1e6:.1f} M per token; dense: "
-        f"{report.dense_parameters / 1e6:.1f} M); {report.bytes_written / 2**20:.0f} MiB in {report.num_shards} "
-        f"file{'s' if report.num_shards != 1 else ''}, {report.seconds:.1f} s"
+        f"{report.dense_parameters / 1e6:.1f} M); {report.bytes_written / 2**20:.0f} MiB in "
+        f"{counted(report.num_shards, 'file')}, {report.seconds:.1f} s"
     )
     return 0
 

@@ -23,6 +23,10 @@ def add_aliases(parser: argparse.ArgumentParser) -> None:
         help="--kv-cache-memory-gb, in bytes",
     )  # fmt: skip
     group.add_argument(
+        "--expert-placement-strategy", dest="expert_placement", choices=("linear", "round_robin"),
+        default=argparse.SUPPRESS, help="--expert-placement",
+    )  # fmt: skip
+    group.add_argument(
         "--disable-log-stats", dest="log_stats_interval_s", action="store_const", const=0.0, default=argparse.SUPPRESS,
         help="--log-stats-interval-s 0",
     )  # fmt: skip
@@ -44,7 +48,9 @@ _NO_CODE = "code that comes with a checkpoint is never run: architectures are th
 _NO_QUANTIZATION = "weights and KV cache are float32 or bfloat16: see --dtype"
 _NO_LORA = "LoRA adapters are not served: merge them into the checkpoint"
 _EAGER = "leave it out: there are no CUDA graphs and no compilation, so every step is eager"
-_BALANCE = "experts are not moved or copied at run time: each has one place for as long as the server runs"
+_BALANCE = (
+    "experts stay where they are for as long as the server runs; --num-redundant-experts N makes copies when it starts"
+)
 _MEMORY = "say how much KV cache each rank gets: --kv-cache-memory-gb X or --num-kv-blocks N"
 _MULTI = (
     "several hosts are reached through Ray (--launcher ray --ray-address HOST:PORT) or torchrun "
@@ -67,9 +73,7 @@ HINTS: dict[str, str] = {
          "--data-parallel-size-local", "--data-parallel-start-rank", "--data-parallel-backend"), _MULTI,
     ),
     **dict.fromkeys(("--gpu-memory-utilization", "--swap-space", "--cpu-offload-gb"), _MEMORY),
-    **dict.fromkeys(
-        ("--enable-eplb", "--eplb-config", "--num-redundant-experts", "--expert-placement-strategy"), _BALANCE
-    ),
+    **dict.fromkeys(("--enable-eplb", "--eplb-config"), _BALANCE),
     **dict.fromkeys(("--download-dir", "--revision", "--hf-token", "--load-format", "--tokenizer-revision"), _LOCAL),
     "--trust-remote-code": _NO_CODE,
     **dict.fromkeys(("--quantization", "-q", "--kv-cache-dtype"), _NO_QUANTIZATION),

@@ -17,7 +17,7 @@ from epruntime.version import __version__
 
 COMMANDS = (
     "serve", "generate", "chat", "info", "health", "tokenize", "detokenize", "upcycle", "collect-env", "completion",
-    "models",
+    "models", "preflight",
 )  # fmt: skip
 #: fields that a chat has no use for: it shows one answer, as text
 NOT_IN_CHAT = {"n", "logprobs", "prompt_logprobs"}
@@ -96,7 +96,6 @@ def test_tuple_flags_repeat_and_leave_prompts_alone():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "COMMAND"),
         (["nonsense"], "nonsense"),
         (["serve"], "MODEL"),
         (["serve", "M", "--port", "x"], "--port"),
