@@ -26,9 +26,10 @@ logger = logging.getLogger("epruntime.engine.core")
 
 @dataclass(kw_only=True)
 class CoreStats:
-    """Totals since start."""
+    """Totals since start. `overlapped_steps`: those sent while another one was in flight."""
 
     steps: int = 0
+    overlapped_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
 
@@ -43,6 +44,8 @@ class EngineCore:
         on_updates: called with the new tokens of each step, rank by rank.
         on_step: called after each step with the numbers of prefill and decode tokens that all ranks computed in it.
         on_dead: called once, with the error, when the engine cannot go on.
+        router: decides the ranks of requests; default: by load.
+        first_step: number of the first step: ranks that have stepped in this generation go on from where they are.
     """
 
     def __init__(
@@ -55,15 +58,17 @@ class EngineCore:
         on_updates: Callable[[TokenUpdates], None],
         on_dead: Callable[[EngineDeadError], None],
         on_step: Callable[[int, int], None] = lambda num_prefill_tokens, num_decode_tokens: None,
+        router: Router | None = None,
+        first_step: int = 0,
     ) -> None:
         self._ranks, self.schedulers = list(ranks), list(schedulers)
         self._depth = config.scheduler.pipeline_depth
         self._step_timeout_s = config.parallel.step_timeout_s
-        self._router = Router(len(self.schedulers))
+        self._router = Router(len(self.schedulers)) if router is None else router
         self._on_scheduled, self._on_updates, self._on_dead = on_scheduled, on_updates, on_dead
         self._on_step = on_step
         self._wake = asyncio.Event()
-        self._next_step = 0
+        self._next_step = first_step
         self.stats = CoreStats()
         self.dead_error: EngineDeadError | None = None
         self._in_flight: deque[list[asyncio.Future[Reply]]] = deque()
@@ -73,6 +78,11 @@ class EngineCore:
     def stepping(self) -> bool:
         """A step is under way: every rank has work, or waits for one that has."""
         return bool(self._in_flight)
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that will be sent next."""
+        return self._next_step
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request; its tokens come through `on_updates`."""
@@ -139,6 +149,7 @@ class EngineCore:
     def _send_step(self) -> list[asyncio.Future[Reply]]:
         """Makes and sends the next step's plan for every rank; an idle rank gets an empty one."""
         step, self._next_step = self._next_step, self._next_step + 1
+        self.stats.overlapped_steps += bool(self._in_flight)
         plans = [scheduler.plan(step) for scheduler in self.schedulers]
         for plan in plans:
             for new in plan.new:

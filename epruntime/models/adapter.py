@@ -160,6 +160,18 @@ def layer_index(name: str) -> int:
     raise UnsupportedModelError(f"module {name} has experts but is in no numbered layer")
 
 
+def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """Decoder layers of a loaded model by index, ascending: what holds an attention layer that is served."""
+    modules = dict(model.named_modules())
+    found: dict[int, torch.nn.Module] = {}
+    for name, module in modules.items():
+        if hasattr(module, ATTENTION_ATTRIBUTE):
+            parts = name.split(".")
+            end = next(i for i, part in enumerate(parts) if part.isdigit())
+            found[int(parts[end])] = modules[".".join(parts[: end + 1])]
+    return dict(sorted(found.items()))
+
+
 def cache_keyword(model: torch.nn.Module) -> str:
     """Name of forward's cache argument, read from its signature: transformers renamed it."""
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters

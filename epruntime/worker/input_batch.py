@@ -45,12 +45,14 @@ class StepBatch:
         forward: what the model computes. Its tensors live until the next `build`.
         sampling: requests whose logits are the leading rows of the model's output, in order.
         prompts: what is due of prompts' log-probabilities; the model is asked for these rows afterwards.
+        scheduled: requests with rows in this step, in the order of their rows.
         num_prefill_tokens, num_decode_tokens: valid rows of each kind; they add up to forward.num_tokens.
     """
 
     forward: ForwardBatch
     sampling: tuple[RankRequest, ...]
     prompts: tuple[PromptPiece, ...]
+    scheduled: list[RankRequest]
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -177,6 +179,7 @@ class InputBatch:
             forward=self._forward_batch(row, scheduled, widest, logits_rows),
             sampling=tuple(sampling),
             prompts=tuple(prompts),
+            scheduled=scheduled,
             num_prefill_tokens=row - num_decode,
             num_decode_tokens=num_decode,
         )

@@ -1,7 +1,7 @@
 """RankLoop: one rank's conversation with the coordinator, message after message.
 
-recv -> handler by type: preflight, configure, load, plan, stats, counters, unload, shutdown -> reply of the same id, or
-`failed`
+recv -> handler by type: preflight, configure, load, plan, stats, counters, trace, unload, shutdown -> reply of the same
+id, or `failed`
 
 unconfigured --configure--> configured --load--> serving --plan fails--> failed --configure--> configured ...
 A failed configure or load leaves the rank usable. A failed plan ends the generation: the transport is
@@ -54,6 +54,7 @@ class Served(Protocol):
     def describe(self) -> dict[str, Any]: ...
     def stats(self) -> dict[str, Any]: ...
     def counters(self) -> dict[str, Any]: ...
+    def take_trace(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -99,6 +100,7 @@ class RankLoop:
             "plan": self._plan,
             "stats": self._stats,
             "counters": self._counters,
+            "trace": self._trace,
             "unload": self._unload,
             "shutdown": self._shutdown,
         }
@@ -197,13 +199,19 @@ class RankLoop:
     def _stats(self, message: Message) -> Message:
         self._stamps.enter(Phase.STATS)
         served = {} if self._served is None else self._served.stats()
-        return {"type": "stats", "memory": process_memory_bytes(), **served}
+        return {"type": "stats", "memory": process_memory_bytes(), "threads": torch.get_num_threads(), **served}
 
     def _counters(self, message: Message) -> Message:
         """The part of `stats` that is cheap enough to be asked for every few seconds while steps run."""
         self._stamps.enter(Phase.STATS)
         served = {} if self._served is None else self._served.counters()
         return {"type": "counters", "rss": resident_memory_bytes(), **served}
+
+    def _trace(self, message: Message) -> Message:
+        self._stamps.enter(Phase.STATS)
+        if self._served is None:
+            raise ProtocolError("trace: no model is loaded on this rank")
+        return {"type": "trace", **self._served.take_trace()}
 
     def _unload(self, message: Message) -> Message:
         self._stamps.enter(Phase.UNLOAD)

@@ -6,6 +6,7 @@ StepPlan -> input batch -> ForwardBatch -> model -> logits -> sampler -> finish 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -41,10 +42,19 @@ class ModelRunner:
         model: computes logits from a flat batch.
         context: shared with the model's MoE layers, set before each forward.
         inputs: the requests of this rank.
+        on_batch: called with each step's batch before its forward.
     """
 
-    def __init__(self, model: ForwardModel, *, context: StepContext, inputs: InputBatch) -> None:
+    def __init__(
+        self,
+        model: ForwardModel,
+        *,
+        context: StepContext,
+        inputs: InputBatch,
+        on_batch: Callable[[StepBatch], None] | None = None,
+    ) -> None:
         self._model, self._context, self._inputs = model, context, inputs
+        self._on_batch = on_batch
 
     @property
     def num_requests(self) -> int:
@@ -61,6 +71,8 @@ class ModelRunner:
         refused = self._inputs.apply(plan)
         batch = self._inputs.build(plan)
         self._context.num_tokens = batch.forward.num_tokens
+        if self._on_batch is not None:
+            self._on_batch(batch)
         logits_NV = self._model.forward(batch.forward)
         self._context.stamps.sampling()
         prompts = prompt_logprobs(
