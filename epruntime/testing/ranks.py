@@ -38,7 +38,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     threads: int = 1,
     exchange_timeout_s: float = 30.0,
     may_die: tuple[int, ...] = (),
@@ -108,7 +108,7 @@ def _collect(
             try:
                 ok, value = pickle.loads(channel.recv_bytes())  # noqa: S301 - our own child wrote it
             except EOFError:
-                processes[rank].join(timeout=5)
+                processes[rank].join(timeout=30)
                 if rank not in may_die:
                     raise RanksFailed(
                         f"rank {rank} ended without a result, exit code {processes[rank].exitcode}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from epruntime.plan import StepPlan
 from epruntime.testing.fake_rank import FakeRank
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 50, 4, 64, 128
+HOLD_S = 10.0
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
 assert len(LETTERS) == VOCAB
 #: facts as ModelInfo gives them
@@ -28,10 +30,12 @@ INFO: dict[str, Any] = {
 
 
 class LetterTokenizer:
-    """One letter is one token. Encoding a text takes `delays[text]` seconds, on whatever thread does it.
+    """One letter is one token. Encoding a text takes `delays[text]` seconds, on whatever thread does it, and waits for
+    `holds[text]`.
 
     Attributes:
         hf: stands in for the transformers tokenizer. encoded: texts, in the order in which they were begun.
+        held_too_long: a hold that nobody ended in HOLD_S: who was to end it was held up itself.
     """
 
     has_chat_template = False
@@ -39,11 +43,15 @@ class LetterTokenizer:
 
     def __init__(self) -> None:
         self.delays: dict[str, float] = {}
+        self.holds: dict[str, threading.Event] = {}
+        self.held_too_long = False
         self.encoded: list[str] = []
 
     def encode(self, text: str) -> list[int]:
         self.encoded.append(text)
         time.sleep(self.delays.get(text, 0.0))
+        if text in self.holds and not self.holds[text].wait(HOLD_S):
+            self.held_too_long = True
         if not set(text) <= set(LETTERS):
             raise InvalidRequestError("letters only", field="prompt", value=text)
         return [LETTERS.index(letter) for letter in text]

@@ -126,12 +126,12 @@ class StandInSlurm:
         )  # fmt: skip
         try:
             if terminate_when_up:
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 60
                 while not all((notes / f"up.{node}").exists() for node in range(len(self._nodes))):
                     assert time.monotonic() < deadline, "torchrun was not started on every node"
                     time.sleep(0.02)
                 process.send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
             process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -32,7 +32,7 @@ from epruntime.testing.fake_rank import unbatched
 
 
 def _run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 30))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
 
 
 def _params(**given: Any) -> SamplingParams:
@@ -220,20 +220,20 @@ def test_all_sequences_end_with_the_request(how: str) -> None:
 def test_a_slow_prompt_does_not_hold_up_the_loop_or_the_others_tokens() -> None:
     async def body() -> None:
         async with fake_engine() as (engine, _, tokenizer):
-            tokenizer.delays["slow"] = 0.5
+            hold = tokenizer.holds["slow"] = threading.Event()
             slow = asyncio.ensure_future(_collect(engine, "slow", _params()))
             await _until(lambda: tokenizer.encoded == ["slow"])
-            gaps, last = [], time.monotonic()
             stream = engine.stream([1, 2], _params(max_tokens=1))
             # it was there first, and is admitted first; this one waits for its turn without a stall of the loop
             waiting = asyncio.ensure_future(anext(stream))
-            while not slow.done():
+            for _ in range(100):
                 await asyncio.sleep(0.001)
-                gaps.append(time.monotonic() - last)
-                last = time.monotonic()
-            assert len(gaps) > 100
-            assert max(gaps) < 0.25  # half the stall of a loop that reads prompts itself
+            assert not slow.done()
+            assert not waiting.done()
+            hold.set()
+            await slow
             await waiting
+            assert not tokenizer.held_too_long  # by a loop that reads prompts itself
             await stream.aclose()
 
     _run(body)
@@ -347,14 +347,14 @@ def test_shutdown_ends_requests_in_every_state() -> None:
             rank.gate.clear()
             running = asyncio.ensure_future(_collect(engine, "ab", _params()))
             await _until(lambda: engine._core.schedulers[0].num_running == 1)
-            tokenizer.delays["slow"] = 0.3
+            hold = tokenizer.holds["slow"] = threading.Event()
             reading = [asyncio.ensure_future(_collect(engine, "slow", _params())) for _ in range(2)]
             asking = [asyncio.ensure_future(engine.tokenize("slow")) for _ in range(2)]
             await _until(lambda: tokenizer.encoded[-1] == "slow")
-            began = time.monotonic()
             await engine.shutdown()
             results = await asyncio.gather(running, *reading, *asking, return_exceptions=True)
-            assert time.monotonic() - began < 0.2
+            hold.set()  # until now the tokenizer was at it: it was not waited for
+            assert not tokenizer.held_too_long
             assert [type(result) for result in results] == [UnavailableError] * 5
             with pytest.raises(UnavailableError):
                 await engine.tokenize("a")
@@ -470,7 +470,7 @@ async def _nothing_left(engine: AsyncLLM) -> None:
     assert set(engine._core._router.loads) == {0}
     for scheduler in engine._core.schedulers:
         assert scheduler.num_running + scheduler.num_waiting == 0
-    await asyncio.wait_for(_until(lambda: all(s.kv_usage == 0 for s in engine._core.schedulers)), 5)
+    await asyncio.wait_for(_until(lambda: all(s.kv_usage == 0 for s in engine._core.schedulers)), 60)
 
 
 def test_nothing_is_kept_of_requests_however_they_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def _blamed(make_ranks: Callable[[], list[RankHandle]]) -> EngineDeadError:
     async def body() -> EngineDeadError:
         engine = Engine(*make_ranks())
         engine.add(1)
-        return await asyncio.wait_for(engine.dead, 5)
+        return await asyncio.wait_for(engine.dead, 60)
 
     return asyncio.run(body())
 
@@ -112,7 +112,7 @@ def test_a_request_is_scheduled_once_and_leaves_nothing_behind() -> None:
         await engine.core.stop()
         return engine
 
-    engine = asyncio.run(asyncio.wait_for(body(), 10))
+    engine = asyncio.run(asyncio.wait_for(body(), 60))
     assert sorted(engine.scheduled) == [1, 2, 3]
     assert len(engine.updates) == 12
     assert engine.core._router.loads == (0, 0)

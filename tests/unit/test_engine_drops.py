@@ -17,7 +17,7 @@ LONG = SamplingParams(max_tokens=100, seed=1)
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 30))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
 
 
 def scheduler_of(engine: AsyncLLM) -> GroupScheduler:

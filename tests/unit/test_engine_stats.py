@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -195,11 +196,12 @@ def test_a_poll_asks_all_ranks_in_one_turn_and_only_after_steps() -> None:
         assert _snapshot(book, CoreStats(), [_Scheduler(), _Scheduler()]).layers[0].rank_tokens == (3, 3)
         # no step since: nobody is asked, and what is known is known to be fresh
         await asyncio.sleep(0.02)
+        asked = time.monotonic()
         assert await poller.poll()
         assert len(log) == 2
         age = _snapshot(book, CoreStats(), [_Scheduler(), _Scheduler()]).counters_age_s
         assert age is not None
-        assert age < 0.02
+        assert age <= time.monotonic() - asked
         # one rank is gone: what was known stays, and grows old
         core.steps = 2
         poll = asyncio.create_task(poller.poll())
@@ -225,8 +227,9 @@ def test_polling_goes_on_after_a_failure_and_ends_when_it_is_stopped() -> None:
 
         poller = StatsPoller(StatsBook(), view)
         poller.start(0.01)
-        await asyncio.sleep(0.1)
-        assert asked >= 3
+        async with asyncio.timeout(60):
+            while asked < 3:
+                await asyncio.sleep(0.01)
         poller.stop()
         poller.stop()
         await asyncio.sleep(0)

@@ -21,9 +21,10 @@ from epruntime.comm import auth
 from epruntime.comm.control import Connection, ControlClient, ControlServer, RankBootstrap
 from epruntime.comm.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, Message, decode, encode
 from epruntime.errors import ConnectionClosedError, EPRuntimeError, HandshakeError
+from epruntime.testing.patience import soon
 
 SECRET = bytes(range(32))
-DEADLINE_S = 10
+DEADLINE_S = 60
 HANDSHAKE_S = 1.0
 FUZZ = settings(
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -233,10 +234,10 @@ def test_slow_strangers_are_cut_off_and_nobody_waits_for_them(channel):
             for sock in slow:
                 _send_byte(sock, byte)
             channel.check()
-        assert time.monotonic() - begin < HANDSHAKE_S + 2
+        assert time.monotonic() - begin < soon(HANDSHAKE_S + 2)
         for sock in slow:
             assert _until_closed(sock)[-1]["type"] == "refused"
-    assert time.monotonic() - begin < HANDSHAKE_S + 5
+    assert time.monotonic() - begin < soon(HANDSHAKE_S + 5)
 
 
 def _send_byte(sock: socket.socket, byte: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models.safetensors import MAX_HEADER_BYTES, read_header
+from epruntime.testing.patience import soon
 
 FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -106,7 +107,7 @@ def test_a_header_as_long_as_it_claims_costs_no_memory(tmp_path, length):
         file.truncate(2 << 30)
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     assert not _read(path)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < soon(5)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB; the bytes and their text
 
 
@@ -115,4 +116,4 @@ def test_many_tensors_take_no_quadratic_time(tmp_path):
     header: dict[str, Any] = {str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
     begin = time.monotonic()
     assert _read(_file(tmp_path, json.dumps(header).encode(), b""))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < soon(10)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from epruntime.testing.patience import soon
 from epruntime.worker.peer_calls import GREETING, Answer, Listener, Peer, call_all
 
 NONCE, OTHER = b"n" * 16, b"o" * 16
@@ -21,16 +22,16 @@ def test_each_call_is_answered_by_its_rank() -> None:
     listeners = [Listener("127.0.0.1", nonce=NONCE, slot=slot) for slot in range(5)]
     try:
         peers = [_peer(slot, listener.port) for slot, listener in enumerate(listeners)]
-        assert call_all(peers, nonce=NONCE, timeout_s=5) == [Answer(slot=slot) for slot in range(5)]
-        assert call_all(peers[:2], nonce=NONCE, timeout_s=5) == [Answer(slot=0), Answer(slot=1)]  # and again
+        assert call_all(peers, nonce=NONCE, timeout_s=30) == [Answer(slot=slot) for slot in range(5)]
+        assert call_all(peers[:2], nonce=NONCE, timeout_s=30) == [Answer(slot=0), Answer(slot=1)]  # and again
         # another preflight's rank, and one that was called by the name of another
-        assert call_all(peers[:1], nonce=OTHER, timeout_s=5) == [Answer(slot=-1)]
-        assert call_all([_peer(4, listeners[3].port)], nonce=NONCE, timeout_s=5) == [Answer(slot=3)]
+        assert call_all(peers[:1], nonce=OTHER, timeout_s=30) == [Answer(slot=-1)]
+        assert call_all([_peer(4, listeners[3].port)], nonce=NONCE, timeout_s=30) == [Answer(slot=3)]
     finally:
         for listener in listeners:
             listener.close()
             listener.close()
-    (answer,) = call_all([_peer(0, listeners[0].port)], nonce=NONCE, timeout_s=5)
+    (answer,) = call_all([_peer(0, listeners[0].port)], nonce=NONCE, timeout_s=30)
     assert "refused" in answer.error
 
 
@@ -48,7 +49,7 @@ def test_ipv6() -> None:
     except OSError as error:
         pytest.skip(f"no IPv6 loopback: {error}")
     try:
-        assert call_all([_peer(2, listener.port, "::1")], nonce=NONCE, timeout_s=5) == [Answer(slot=2)]
+        assert call_all([_peer(2, listener.port, "::1")], nonce=NONCE, timeout_s=30) == [Answer(slot=2)]
     finally:
         listener.close()
 
@@ -76,11 +77,11 @@ def test_silence_refusals_and_strangers_are_told_within_the_deadline() -> None:
                 _peer(3, 1, "no-such-host.invalid"),
             ],
             nonce=NONCE,
-            timeout_s=0.5,
+            timeout_s=1.0,
         )
-        assert time.monotonic() - began < 3
-        thread.join(timeout=5)
-    assert answers[0].error == "no answer within 0.5 s"
+        assert time.monotonic() - began < soon(4)
+        thread.join(timeout=30)
+    assert answers[0].error == "no answer within 1 s"
     assert "refused" in answers[1].error
     assert answers[2] == Answer(slot=-1)
     assert answers[3] == Answer()  # of the store a connection is enough
@@ -99,8 +100,8 @@ def test_a_greeting_in_pieces_is_put_together() -> None:
 
         thread = threading.Thread(target=dribble, daemon=True)
         thread.start()
-        assert call_all([_peer(6, listener.getsockname()[1])], nonce=NONCE, timeout_s=5) == [Answer(slot=6)]
-        thread.join(timeout=5)
+        assert call_all([_peer(6, listener.getsockname()[1])], nonce=NONCE, timeout_s=30) == [Answer(slot=6)]
+        thread.join(timeout=30)
 
 
 def test_an_address_that_is_not_this_hosts() -> None:

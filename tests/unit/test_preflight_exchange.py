@@ -18,6 +18,7 @@ from epruntime.preflight.pairs import PairTime, Probe, schedule
 from epruntime.preflight.payload import Mismatch, inspect_counts, inspect_rows, outgoing, payload, trials
 from epruntime.testing.faulty_transport import FlippedBit, SlowLink, WrongCounts, WrongOrder
 from epruntime.testing.memory_transport import run_threads
+from epruntime.testing.patience import soon
 
 
 def _check(transport: Transport) -> list[Mismatch]:
@@ -146,21 +147,21 @@ def test_every_rank_makes_the_same_calls_and_every_pair_is_timed_both_ways() -> 
 
 
 def test_a_slow_direction_shows_in_its_times() -> None:
-    """100 ms per MiB from rank 1: a probe of 256 KiB takes at least 25 ms, so at most 10.5 MB/s."""
+    """0.5 s per MiB from rank 1: a probe of 256 KiB takes at least 125 ms, so at most 2.1 MB/s."""
     rounds = [(Probe(first=0, second=1, num_bytes=256 * 1024),)]
     began = time.monotonic()
-    slow = partial(SlowLink, source=1, bytes_per_s=10 * 2**20)
+    slow = partial(SlowLink, source=1, bytes_per_s=2 * 2**20)
     (there, back), _ = run_threads(2, partial(_times, rounds=rounds), wrap=slow)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < soon(5)
     assert (there.source, back.source) == (0, 1)
-    assert back.bytes_per_s < 2 * 10 * 2**20  # half of what a probe took is kept for it at least
+    assert back.bytes_per_s < 2 * 2 * 2**20  # half of what a probe took is kept for it at least
     assert there.bytes_per_s > 2 * back.bytes_per_s
 
 
 def test_a_slow_answer_shows_as_latency() -> None:
     slow = partial(SlowLink, source=1, delay_s=0.02)
     (there, _), _ = run_threads(2, partial(_times, rounds=[(Probe(first=0, second=1),)]), wrap=slow)
-    assert 0.01 <= there.least_latency_s <= there.latency_s < 0.1
+    assert 0.01 <= there.least_latency_s <= there.latency_s < soon(0.1)
 
 
 def test_waits_are_counted_alike_on_all_ranks() -> None:

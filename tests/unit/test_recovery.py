@@ -96,7 +96,7 @@ async def _restored(pool: Pool, error: EngineDeadError, **options: Any) -> Any:
 
 
 def run(coroutine: Any) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 10))
+    asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def test_the_lost_slot_alone_is_replaced_and_survivors_leave_their_generation(monkeypatch):

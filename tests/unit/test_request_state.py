@@ -60,14 +60,14 @@ class Live:
         self.state.scheduled(self.state.sequences[index], new)
 
     async def next(self) -> RequestDelta:
-        return await asyncio.wait_for(self.state.next(self.thread), 5)
+        return await asyncio.wait_for(self.state.next(self.thread), 60)
 
 
 TOKENIZER = Letters()
 
 
 def _run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 20))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
 
 
 def test_the_first_delta_tells_the_prompt_and_no_tokens() -> None:
