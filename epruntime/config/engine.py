@@ -86,6 +86,16 @@ class ParallelConfig:
     """How ranks are laid out, started and connected."""
 
     expert_parallel_size: int = option(1, "number of ranks; each owns a shard of every layer's experts")
+    expert_placement: str = option(
+        "linear",
+        "which rank owns which experts of a layer; linear: contiguous blocks; round_robin: expert e on rank e mod ranks",
+        choices=("linear", "round_robin"),
+    )
+    num_redundant_experts: int = option(
+        0,
+        "physical experts per layer beyond one per logical expert: further copies on other ranks, to which tokens are "
+        "dealt in turn; each takes the memory of an expert",
+    )
     launcher: str = option(
         "local",
         "what starts the ranks; torchrun: only in a program that torchrun starts, see launch/torchrun_serve.py",
@@ -132,6 +142,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         _at_least(self, 1, "expert_parallel_size", "exchange_budget_tokens", "threads_per_rank", "max_restarts")
+        _at_least(self, 0, "num_redundant_experts")
         _at_least(self, 0, "start_timeout_s", "load_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
         if self.placement_group is not None and self.launcher != "ray":
             raise ConfigError(f"placement_group is of Ray, and launcher={self.launcher!r}: set launcher='ray'")

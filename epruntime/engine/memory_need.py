@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from epruntime.config import EngineConfig
 from epruntime.models.info import ModelInfo
-from epruntime.moe.placement import contiguous
+from epruntime.moe.placement import placement_for
 from epruntime.preflight.facts import MemoryNeed
 from epruntime.worker.kv_budget import DEFAULT_PART_OF_FREE_MEMORY
 
@@ -22,8 +22,11 @@ def memory_needs(
 
     Args:
         hosts: of each rank; free_bytes: free memory of its host.
+
+    Raises:
+        ConfigError: the experts cannot be placed as the configuration says.
     """
-    weights = [_weights(info, rank, len(hosts)) for rank in range(len(hosts))]
+    weights = [_weights(config, info, rank, len(hosts)) for rank in range(len(hosts))]
     needs = []
     for rank, host in enumerate(hosts):
         here = [other for other, name in enumerate(hosts) if name == host]
@@ -39,8 +42,11 @@ def memory_needs(
     return needs
 
 
-def _weights(info: ModelInfo, rank: int, world_size: int) -> int:
-    return info.weight_bytes(lambda experts: len(contiguous(experts, world_size).local_logical(rank)))
+def _weights(config: EngineConfig, info: ModelInfo, rank: int, world_size: int) -> int:
+    strategy, redundant = config.parallel.expert_placement, config.parallel.num_redundant_experts
+    return info.weight_bytes(
+        lambda experts: len(placement_for(experts, world_size, strategy, redundant).local_logical(rank))
+    )
 
 
 def _kv(config: EngineConfig, info: ModelInfo, left: int, ranks_on_host: int) -> int:

@@ -11,8 +11,9 @@ from epruntime.config import EngineConfig
 from epruntime.engine.gather import GRACE_S, gather
 from epruntime.engine.membership import form
 from epruntime.engine.preflight import Preflight
-from epruntime.errors import EngineDeadError, EPRuntimeError, RankLostError
+from epruntime.errors import EngineDeadError, EPRuntimeError, ProtocolError, RankLostError
 from epruntime.launchers.pool import RankHandle, RankPool
+from epruntime.moe.placement import placement_for
 
 logger = logging.getLogger("epruntime.engine.model_group")
 
@@ -91,6 +92,8 @@ class ModelGroup:
                         ranks_on_host=hosts.count(hosts[index]),
                         max_num_seqs=scheduler.max_num_seqs,
                         max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                        expert_placement=parallel.expert_placement,
+                        num_redundant_experts=parallel.num_redundant_experts,
                     )
                     for index, rank in enumerate(ranks)
                 ],
@@ -98,6 +101,7 @@ class ModelGroup:
                 limit_s=parallel.load_timeout_s,
                 option="load_timeout_s",
             )
+            _check_placements(config, ranks, loaded)
         except EPRuntimeError as error:
             if not isinstance(error, EngineDeadError):  # all ranks live and have answered: some may have loaded
                 await _unload(ranks)
@@ -147,6 +151,40 @@ class ModelGroup:
                 callback(error)
 
         return self._pool.on_lost(mine)
+
+
+def _check_placements(config: EngineConfig, ranks: list[RankHandle], loaded: list[dict[str, Any]]) -> None:
+    """All ranks have placed the experts of every layer as this process would.
+
+    Raises:
+        ProtocolError: one has not: its rows would meet other experts.
+    """
+    parallel, size = config.parallel, len(ranks)
+    for rank, reply in zip(ranks, loaded, strict=True):
+        wanted = {
+            str(experts): placement_for(
+                experts, size, parallel.expert_placement, parallel.num_redundant_experts
+            ).fingerprint
+            for experts, _ in reply["info"]["expert_bytes"]
+        }
+        if reply["placements"] != wanted:
+            raise ProtocolError(
+                f"rank {rank.info.slot} on host {rank.info.host} placed experts as {reply['placements']} says, "
+                f"expert_placement={parallel.expert_placement!r} and "
+                f"num_redundant_experts={parallel.num_redundant_experts} mean {wanted}: coordinator and rank differ in "
+                "version; install the same epruntime on all hosts"
+            )
+    for experts in sorted({experts for experts, _ in loaded[0]["info"]["expert_bytes"]}):
+        useful = experts * (size - 1)
+        if parallel.num_redundant_experts > useful:
+            logger.warning(
+                "num_redundant_experts=%d: with %d, each of %d ranks has all %d experts of a layer; more take memory "
+                "and spread no load",
+                parallel.num_redundant_experts,
+                useful,
+                size,
+                experts,
+            )
 
 
 async def _unload(ranks: list[RankHandle]) -> None:

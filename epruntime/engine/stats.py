@@ -190,6 +190,8 @@ class StatsBook:
                 "transport": group.transport,
                 "experts_backend": group.experts_backend,
                 "invariance": parallel.invariance,
+                "expert_placement": parallel.expert_placement,
+                "num_redundant_experts": parallel.num_redundant_experts,
             },
         )
 

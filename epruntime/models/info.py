@@ -90,7 +90,7 @@ class ModelInfo:
         return block_size * self.kv_bytes_per_token
 
     def weight_bytes(self, num_local: Callable[[int], int]) -> int:
-        """Bytes of one rank's weights. `num_local`: number of experts of a layer -> how many of them it holds."""
+        """Bytes of one rank's weights. `num_local`: number of experts of a layer -> how many physical ones it holds."""
         return self.shared_bytes + sum(num_local(experts) * size for experts, size in self.expert_bytes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,10 +21,10 @@ class LoadReport:
     """What loading took on this rank.
 
     Attributes:
-        needed_bytes: tensor bytes of this rank's experts and of everything replicated.
+        needed_bytes: tensor bytes of this rank's experts, those it holds twice once, and of everything replicated.
         read_bytes: tensor bytes read. header_bytes: bytes of safetensors headers and index.
         checkpoint_bytes: tensor bytes of the whole checkpoint.
-        local_experts: experts per MoE layer on this rank.
+        local_experts: physical experts per MoE layer on this rank.
         ignored: checkpoint tensors that the family says are no part of the model.
     """
 

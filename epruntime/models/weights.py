@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -26,7 +27,12 @@ _PREFETCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShard:
-    """This rank's part of one experts module: logical ids in slot order."""
+    """This rank's part of one experts module: logical ids in slot order, of which some may occur more than once.
+
+    Attributes:
+        firsts: slots that are read: the first one of each logical id.
+        repeats: (slot, slot of `firsts` with the same id): slots that are copied in memory.
+    """
 
     num_experts: int
     local: tuple[int, ...]
@@ -35,15 +41,30 @@ class ExpertShard:
         if any(not 0 <= expert < self.num_experts for expert in self.local):
             raise ValueError(f"local experts {self.local} of {self.num_experts}")
 
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        return tuple(slot for slot, expert in enumerate(self.local) if self.local.index(expert) == slot)
+
+    @cached_property
+    def repeats(self) -> tuple[tuple[int, int], ...]:
+        first = {self.local[slot]: slot for slot in self.firsts}
+        return tuple((slot, first[expert]) for slot, expert in enumerate(self.local) if first[expert] != slot)
+
     def runs(self) -> list[tuple[int, int, int]]:
-        """Consecutive ids as (slot, first id, last id + 1)."""
+        """Reads of `firsts`: consecutive ids in consecutive slots, as (slot, first id, last id + 1)."""
         found: list[tuple[int, int, int]] = []
-        for slot, expert in enumerate(self.local):
-            if found and found[-1][2] == expert:
+        for slot in self.firsts:
+            expert = self.local[slot]
+            if found and found[-1][2] == expert and found[-1][0] + expert - found[-1][1] == slot:
                 found[-1] = (found[-1][0], found[-1][1], expert + 1)
             else:
                 found.append((slot, expert, expert + 1))
         return found
+
+    def repeat(self, out_S: torch.Tensor) -> None:
+        """Fills the slots of `repeats`, once all others of [S, ...] are there."""
+        for slot, first in self.repeats:
+            out_S[slot].copy_(out_S[first])
 
 
 @dataclass(kw_only=True)
@@ -70,7 +91,7 @@ class _Read:
     def num_bytes(self) -> int:
         if self.shard is None:
             return self.entry.num_bytes
-        return self.entry.num_bytes // self.shard.num_experts * len(self.shard.local)
+        return self.entry.num_bytes // self.shard.num_experts * len(self.shard.firsts)
 
     def _runs(self) -> list[tuple[int, int, int]]:
         return [(0, 0, (self.entry.shape or (1,))[0])] if self.shard is None else self.shard.runs()
@@ -85,6 +106,7 @@ class _Read:
             return
         for slot, first, last in self._runs():
             reader.read(self.entry, first, last, out[slot : slot + last - first])
+        self.shard.repeat(out)
 
     def tensor(self, reader: RangeReader, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=dtype)
@@ -94,12 +116,17 @@ class _Read:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Makes one target: `reads` by source pattern, in order; `stacking` if they can be read in place."""
+    """Makes one target: `reads` by source pattern, in order; `stacking` if they can be read in place.
+
+    Attributes:
+        stacked: of these experts there is one read per pattern and logical id.
+    """
 
     target: str
     outputs: tuple[str, ...]
     reads: dict[str | None, list[_Read]]
     stacking: Stacking | None
+    stacked: ExpertShard | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -218,17 +245,17 @@ class WeightPlan:
         foreign = [p for p in patterns if p not in self._conversions.sources(first)]
         if foreign:
             raise CheckpointError(f"{self._checkpoint.path}: {group.target} is made from {first} and from {foreign}")
-        stacked = self._conversions.stacks(first)
-        if stacked and shard is not None:
-            self._check_stack(group, shard, self._conversions.sources(first))
+        stacked = shard if self._conversions.stacks(first) else None
+        if stacked is not None:
+            self._check_stack(group, stacked, self._conversions.sources(first))
         reads: dict[str | None, list[_Read]] = {}
         for pattern, entries in group.by_pattern.items():
-            if shard is not None and stacked:
-                reads[pattern] = [_Read(entry=entries[expert]) for expert in shard.local]
+            if stacked is not None:
+                reads[pattern] = [_Read(entry=entries[stacked.local[slot]]) for slot in stacked.firsts]
             else:
                 reads[pattern] = [_Read(entry=e, shard=self._fused(e, shard, group.target)) for e in entries]
         stacking = self._conversions.stacking(first)
-        step = _Step(target=group.target, outputs=group.outputs, reads=reads, stacking=stacking)
+        step = _Step(target=group.target, outputs=group.outputs, reads=reads, stacking=stacking, stacked=stacked)
         if stacking is not None:
             self._check_stacking(step, stacking)
         return step
@@ -278,7 +305,7 @@ class WeightPlan:
 
     def _check_stacking(self, step: _Step, stacking: Stacking) -> None:
         full = self._conversions.expected[step.target].shape
-        count = self.local_shape(step.target)[0]
+        count = self.local_shape(step.target)[0] if step.stacked is None else len(step.stacked.firsts)
         sizes = []
         for pattern in stacking.patterns:
             reads = step.reads.get(pattern, [])
@@ -303,12 +330,15 @@ class WeightPlan:
             return {step.target: step.reads[None][0].tensor(reader, dtype)}
         if step.stacking is not None:
             out = torch.empty(self.local_shape(step.target), dtype=dtype)
-            for index in range(out.shape[0]):
+            slots = range(out.shape[0]) if step.stacked is None else step.stacked.firsts
+            for index, slot in enumerate(slots):
                 row = 0
                 for pattern in step.stacking.patterns:
                     read = step.reads[pattern][index]
-                    read.into(reader, out[index, row : row + read.shape[0]])
+                    read.into(reader, out[slot, row : row + read.shape[0]])
                     row += read.shape[0]
+            if step.stacked is not None:
+                step.stacked.repeat(out)
             return {step.target: out}
         shard = self._shard_of(step.target)
         if shard is not None and not shard.local:
@@ -323,6 +353,9 @@ class WeightPlan:
             if pattern is not None
         }
         made = self._conversions.convert(step.target, first, sources)
+        if step.stacked is not None and step.stacked.repeats:
+            rows = [step.stacked.firsts.index(step.stacked.local.index(expert)) for expert in step.stacked.local]
+            made = {name: tensor[rows] if self._shard_of(name) else tensor for name, tensor in made.items()}
         return {name: tensor.to(self._conversions.dtype_of(name)).contiguous() for name, tensor in made.items()}
 
 

@@ -9,6 +9,7 @@ LAYER_COUNTERS = (
     "rows_sent",
     "rows_received",
     "pairs_received",
+    "replica_pairs",
     "dispatch_bytes",
     "combine_bytes",
     "dispatch_s",

@@ -75,6 +75,9 @@ class Dispatcher:
         self._budget_rows = budget_rows
         self._stamps = stamps or Stamps()
         self._tables = PlacementTables(placement)
+        here = placement.replica_slots(transport.rank)
+        # by slot; the last entry, which -1 reaches, stands for "not routed"
+        self._replica_S1 = torch.tensor([*here, False]) if any(here) else None
 
     def prepare(
         self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, num_tokens: int, stats: LayerStats
@@ -87,7 +90,8 @@ class Dispatcher:
         """
         ids_TK = topk_ids_TK[:num_tokens].long()
         stats.count_experts(ids_TK)
-        plan = plan_rows(ids_TK, self._tables)
+        # Which replica a row goes to follows from its rank, its place and the layer's step: the same in every run.
+        plan = plan_rows(ids_TK, self._tables, first=self._transport.rank + stats.steps)
         started = perf_counter()
         self._stamps.wait(Collective.COUNTS)
         rows_RR = self._transport.all_gather_counts(plan.rows_R)
@@ -143,6 +147,8 @@ class Dispatcher:
         handle._returning.append(self._transport.all_to_all_rows(result_MB, to_sources, from_experts))
         handle._stats.combine_bytes += result_MB.nbytes
         handle._stats.pairs_received += sum(to_sources)
+        if self._replica_S1 is not None:
+            handle._stats.replica_pairs += int(self._replica_S1[handle._arrived.slots_NK.long()].sum())
         handle._arrived = None
         handle._round += 1
         if handle._round < handle.num_rounds:

@@ -27,7 +27,7 @@ class PlacementTables:
     def __init__(self, placement: Placement, device: str = "cpu") -> None:
         self.placement = placement
         counts = [len(ids) for ids in placement.replicas]
-        # Token row t uses replica t % count of each expert: even, and the same whenever the step is computed again.
+        # Token row t uses replica (first + t) % count of each expert, see `addresses`.
         self.period = min(math.lcm(*counts), _MAX_PERIOD)
         columns = [[ids[c % len(ids)] for c in range(self.period)] for ids in placement.replicas]
         rank = [[placement.physical_to_rank[p] for p in row] for row in columns]
@@ -36,11 +36,16 @@ class PlacementTables:
         self.slot_EC = torch.tensor([*slot, [-1] * self.period], dtype=torch.int32, device=device)
         self._rank_E, self._slot_E = self.rank_EC[:, 0].contiguous(), self.slot_EC[:, 0].contiguous()
 
-    def addresses(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [T, K] logical ids, -1 not routed -> (rank int64 [T, K], slot int32 [T, K])."""
+    def addresses(self, ids_TK: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T, K] logical ids, -1 not routed -> (rank int64 [T, K], slot int32 [T, K]).
+
+        Args:
+            first: replicas are dealt to token rows in turn, beginning with this one. Sources and steps that begin with
+                different ones share the replicas out evenly also where each has but one row.
+        """
         if self.period == 1:
             return self._rank_E[ids_TK], self._slot_E[ids_TK]
-        column_T1 = (torch.arange(ids_TK.shape[0], device=ids_TK.device) % self.period).unsqueeze(1)
+        column_T1 = (torch.arange(first, first + ids_TK.shape[0], device=ids_TK.device) % self.period).unsqueeze(1)
         return self.rank_EC[ids_TK, column_T1], self.slot_EC[ids_TK, column_T1]
 
 
@@ -73,14 +78,15 @@ class RowPlan:
         return index
 
 
-def plan_rows(ids_TK: torch.Tensor, tables: PlacementTables) -> RowPlan:
+def plan_rows(ids_TK: torch.Tensor, tables: PlacementTables, first: int = 0) -> RowPlan:
     """One row per (token, destination rank), by destination and then by token.
 
     Args:
         ids_TK: int64 [T, K] logical expert ids, -1 for "not routed"; the same expert may occur twice in a row.
+        first: replica with which dealing begins, see `PlacementTables.addresses`.
     """
     world_size = tables.placement.world_size
-    rank_TK, slot_TK = tables.addresses(ids_TK)
+    rank_TK, slot_TK = tables.addresses(ids_TK, first)
     wanted = torch.zeros((world_size + 1, ids_TK.shape[0]), dtype=torch.bool, device=ids_TK.device)
     wanted_RT = wanted.scatter_(0, rank_TK.t(), True)[:world_size]
     rank_N, token_N = wanted_RT.nonzero(as_tuple=True)

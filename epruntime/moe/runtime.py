@@ -61,6 +61,11 @@ class MoERuntime:
         """Names of the backends in use, joined by "+"; "" before the first layer."""
         return "+".join(sorted(self._backend_names))
 
+    @property
+    def placement_fingerprints(self) -> dict[str, str]:
+        """Number of experts of a layer, as text -> Placement.fingerprint, of the layers made so far."""
+        return {str(num): placement.fingerprint for num, placement in sorted(self._placements.items())}
+
     def placement(self, num_experts: int) -> Placement:
         if num_experts not in self._placements:
             self._placements[num_experts] = self._placement_for(num_experts)

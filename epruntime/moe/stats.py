@@ -18,6 +18,7 @@ class LayerStats:
     Attributes:
         rows_sent, rows_received: rows (token, destination rank) of this rank, to itself included.
         pairs_received: (token, expert) pairs that this rank's experts computed, whoever sent them: the rank's load.
+        replica_pairs: those of them that a slot computed which is not the first copy of its logical expert.
         rounds: exchange rounds.
         dispatch_s, combine_s: seconds in which this rank waited for counts and rows, or for results; that is the time
             on the wire plus the time by which a peer came later.
@@ -30,7 +31,7 @@ class LayerStats:
         self._choices_E1 = torch.zeros(num_experts + 1, dtype=torch.int64)
         self._one = torch.ones((), dtype=torch.int64)
         self.steps = 0
-        self.rows_sent = self.rows_received = self.pairs_received = self.rounds = 0
+        self.rows_sent = self.rows_received = self.pairs_received = self.replica_pairs = self.rounds = 0
         self.dispatch_bytes = self.combine_bytes = 0
         self.dispatch_s = self.combine_s = 0.0
 
@@ -54,6 +55,7 @@ class LayerStats:
             "rows_sent": self.rows_sent,
             "rows_received": self.rows_received,
             "pairs_received": self.pairs_received,
+            "replica_pairs": self.replica_pairs,
             "dispatch_bytes": self.dispatch_bytes,
             "combine_bytes": self.combine_bytes,
             "dispatch_s": self.dispatch_s,

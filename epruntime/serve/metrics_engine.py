@@ -37,6 +37,11 @@ _SCHEDULER_COUNTERS = (
 _MOE_COUNTERS = (
     ("rank_steps", "Forward passes of the rank.", "steps"),
     ("exchange_rounds", "Exchange rounds of all MoE layers.", "rounds"),
+    (
+        "replica_tokens",
+        "Tokens that the rank computed with other copies of their experts than the first ones.",
+        "replica_pairs",
+    ),
     ("rows_sent", "Rows (token, destination rank) that the rank sent, to itself included.", "rows_sent"),
     ("rows_received", "Rows that the rank received, from itself included.", "rows_received"),
     ("dispatch_bytes", "Bytes of rows that the rank handed to the transport, to itself included.", "dispatch_bytes"),

@@ -16,7 +16,7 @@ from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo, Transport
 from epruntime.models.loaded import LoadedModel
 from epruntime.models.loader import inspect_model, load_model
-from epruntime.moe.placement import contiguous
+from epruntime.moe.placement import placement_for
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
@@ -56,6 +56,7 @@ class ServedModel:
             "info": self.model.info.to_dict(),
             "load_report": asdict(self.model.load_report),
             "experts_backend": self.moe.experts_backend,
+            "placements": self.moe.placement_fingerprints,
         }
 
     def stats(self) -> dict[str, Any]:
@@ -138,7 +139,9 @@ class Generation:
         config = self.config
         moe = MoERuntime(
             transport=self.transport,
-            placement_for=lambda experts: contiguous(experts, config.world_size),
+            placement_for=lambda experts: placement_for(
+                experts, config.world_size, letter.expert_placement, letter.num_redundant_experts
+            ),
             backend=config.experts_backend,
             strict=config.strict,
             budget_rows=config.exchange_budget_tokens,

@@ -51,6 +51,7 @@ class Load:
         model: directory of the checkpoint; dtype: "auto", "float32" or "bfloat16".
         max_model_len, num_kv_blocks, kv_cache_memory_bytes: None for the default.
         ranks_on_host: ranks that share this host's memory.
+        expert_placement, num_redundant_experts: as in ParallelConfig; the same for all ranks.
     """
 
     model: str
@@ -62,6 +63,8 @@ class Load:
     max_num_seqs: int
     max_num_batched_tokens: int
     ranks_on_host: int = 1
+    expert_placement: str = "linear"
+    num_redundant_experts: int = 0
 
 
 def parse(kind: type[Letter], message: dict[str, Any]) -> Letter:

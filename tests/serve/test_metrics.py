@@ -241,7 +241,7 @@ def test_the_number_of_series_is_as_documented(ranks, layers) -> None:
             seen = await _scrape(metrics)
             series = [name for name, _ in seen.samples if name.startswith("epruntime_")]
             assert llm.model_info["max_model_len"] == 65536
-            assert len(series) == 293 + 21 * ranks + layers * (ranks + 1)
+            assert len(series) == 293 + 22 * ranks + layers * (ranks + 1)
 
     on_loop(test)
 

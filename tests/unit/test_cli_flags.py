@@ -49,9 +49,11 @@ def test_flags_that_vllm_has_for_the_same():
         "--block-size", "8", "--served-model-name", "m", "--api-key", "k1", "--api-key", "k2", "--ssl-certfile", "c",
         "--ssl-keyfile", "k", "--ssl-ca-certs", "a", "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", "1",
         "--generation-config", "auto", "--chat-template", "t", "--tokenizer", "x", "--allowed-origins", "http://a",
+        "--expert-placement-strategy", "round_robin", "--num-redundant-experts", "3",
     ])  # fmt: skip
     engine, serve = flags.engine_config(args), flags.serve_config(args)
     assert (engine.cache.kv_cache_memory_gb, engine.cache.num_kv_blocks, engine.model.dtype) == (1.5, 7, "float32")
+    assert (engine.parallel.expert_placement, engine.parallel.num_redundant_experts) == ("round_robin", 3)
     assert (serve.log_stats_interval_s, serve.api_key, serve.allowed_origins) == (0.0, ("k1", "k2"), ("http://a",))
 
 

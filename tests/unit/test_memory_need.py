@@ -9,6 +9,7 @@ import pytest
 
 from epruntime.config import EngineConfig
 from epruntime.engine.memory_need import LIBRARY_BYTES, memory_needs
+from epruntime.errors import ConfigError
 from epruntime.models.info import KVLayerInfo, ModelInfo
 from epruntime.models.loader import inspect_model
 from epruntime.testing import tiny_models
@@ -53,6 +54,17 @@ def test_survives_the_wire() -> None:
 def test_experts_are_shared_out_as_ranks_load_them() -> None:
     needs = memory_needs(_config(), INFO, ["a"] * 3, [GIB] * 3)
     assert [need.weights for need in needs] == [1000 + 3 * 30, 1000 + 3 * 30, 1000 + 2 * 30]
+
+
+def test_copies_of_experts_take_memory_too() -> None:
+    needs = memory_needs(_config(num_redundant_experts=5), INFO, ["a"] * 3, [GIB] * 3)
+    assert [need.weights for need in needs] == [1000 + 5 * 30, 1000 + 4 * 30, 1000 + 4 * 30]  # 8 + 5 on 3 ranks
+    (need,) = memory_needs(_config(num_redundant_experts=3), INFO, ["a"], [GIB])
+    assert need.weights == 1000 + 11 * 30  # also where a rank holds an expert twice
+    with pytest.raises(
+        ConfigError, match=r"num_redundant_experts=1000 for 8 experts .* on 3 ranks: must be in 0\.\.88"
+    ):
+        memory_needs(_config(num_redundant_experts=1000), INFO, ["a"] * 3, [GIB] * 3)
 
 
 def test_kv_cache_as_configured() -> None:

@@ -10,11 +10,13 @@ import pytest
 from epruntime.comm.identity import RankInfo
 from epruntime.config import EngineConfig
 from epruntime.engine.model_group import ModelGroup
-from epruntime.errors import CheckpointError, RankLostError
+from epruntime.errors import CheckpointError, ProtocolError, RankLostError
+from epruntime.moe.placement import placement_for
 
+INFO = {"vocab_size": 8, "num_experts": 6, "expert_bytes": [[6, 100], [4, 100], [6, 100]]}
 LOADED = {
-    "info": {"vocab_size": 8}, "max_model_len": 16, "experts_backend": "reference", "num_kv_blocks": 4,
-    "load_report": {},
+    "info": INFO, "max_model_len": 16, "experts_backend": "reference", "num_kv_blocks": 4, "load_report": {},
+    "placements": {str(experts): placement_for(experts, 2).fingerprint for experts in (4, 6)},
 }  # fmt: skip
 
 
@@ -44,8 +46,8 @@ class FakePool:
         return 7
 
 
-def _load(pool: FakePool) -> ModelGroup:
-    config = EngineConfig.from_kwargs(model="m", expert_parallel_size=len(pool.ranks))
+def _load(pool: FakePool, **options: Any) -> ModelGroup:
+    config = EngineConfig.from_kwargs(model="m", expert_parallel_size=len(pool.ranks), **options)
     return asyncio.run(ModelGroup.load(config, pool))  # type: ignore[arg-type]
 
 
@@ -69,7 +71,32 @@ def test_what_the_ranks_said_is_kept() -> None:
 
 
 def test_ranks_without_experts_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    info = {"vocab_size": 8, "num_experts": 1}
-    pool = FakePool(*(FakeRank(i, {**LOADED, "info": info, "load_report": {"local_experts": 1 - i}}) for i in (0, 1)))
+    pool = FakePool(*(FakeRank(i, {**LOADED, "load_report": {"local_experts": 1 - i}}) for i in (0, 1)))
     _load(pool)
     assert "1 of 2 ranks own no experts" in caplog.text
+
+
+def _placed(**options: Any) -> dict[str, Any]:
+    """The reply of a rank that places experts as it is told."""
+    strategy, redundant = options.get("expert_placement", "linear"), options.get("num_redundant_experts", 0)
+    placements = {str(experts): placement_for(experts, 2, strategy, redundant).fingerprint for experts in (4, 6)}
+    return {**LOADED, "placements": placements}
+
+
+@pytest.mark.parametrize("options", [{"expert_placement": "round_robin"}, {"num_redundant_experts": 3}])
+def test_a_rank_that_places_experts_otherwise_is_refused(options: dict[str, Any]) -> None:
+    told = _placed(**options)
+    assert _load(FakePool(FakeRank(0, told), FakeRank(1, told)), **options).ranks
+    for other in (LOADED, {**told, "placements": {"6": told["placements"]["6"]}}):
+        pool = FakePool(FakeRank(0, told), FakeRank(1, other))
+        with pytest.raises(ProtocolError, match=r"rank 1 on host here .*num_redundant_experts=.*install the same"):
+            _load(pool, **options)
+        assert [rank.calls for rank in pool.ranks] == [["configure", "load", "unload"]] * 2
+
+
+def test_copies_that_spread_no_load_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    told = _placed(num_redundant_experts=5)
+    _load(FakePool(FakeRank(0, told), FakeRank(1, told)), num_redundant_experts=5)
+    # two ranks with six experts can use six more, those of the layers with four experts four
+    assert "num_redundant_experts=5: with 4, each of 2 ranks has all 4 experts" in caplog.text
+    assert "all 6 experts" not in caplog.text

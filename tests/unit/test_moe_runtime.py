@@ -118,6 +118,7 @@ def test_statistics_add_up_and_are_ready_for_msgpack() -> None:
         "expert_tokens": [2, 2, 0, 6],
         "local_experts": [0, 1, 2, 3],
         "pairs_received": 10,
+        "replica_pairs": 0,
         "not_routed": 2,
         "steps": 2,
         "rounds": 2,

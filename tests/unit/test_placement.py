@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epruntime.moe.placement import Placement, contiguous
+from epruntime.errors import ConfigError
+from epruntime.moe.placement import Placement, contiguous, placement_for
 from epruntime.moe.rounds import split_rounds
 from epruntime.moe.rows import PlacementTables, RowFormat, pairs_by_peer, plan_rows
 
@@ -22,6 +23,82 @@ def test_more_ranks_than_experts_leaves_ranks_empty() -> None:
     placement = contiguous(2, 4, version=3)
     assert [placement.local_logical(r) for r in range(4)] == [(0,), (1,), (), ()]
     assert placement.version == 3
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "strategy", "redundant", "local"),
+    [
+        (7, 3, "linear", 0, [(0, 1, 2), (3, 4), (5, 6)]),
+        (7, 3, "round_robin", 0, [(0, 3, 6), (1, 4), (2, 5)]),
+        (4, 2, "linear", 1, [(0, 1, 2), (2, 3)]),
+        (4, 2, "linear", 2, [(0, 1, 2), (2, 3, 0)]),
+        (4, 2, "round_robin", 2, [(0, 2, 1), (1, 3, 0)]),
+        (7, 3, "linear", 2, [(0, 1, 2), (3, 4, 0), (5, 6, 1)]),
+        (2, 4, "linear", 0, [(0,), (1,), (), ()]),
+        (2, 4, "round_robin", 0, [(0,), (1,), (), ()]),
+        (2, 4, "linear", 5, [(0, 1), (1, 0), (0, 1), (1,)]),  # more than there are experts
+        (3, 1, "linear", 4, [(0, 1, 2, 0, 1, 2, 0)]),  # one rank: slots of the same expert
+    ],
+)
+def test_placements_on_paper(
+    experts: int, ranks: int, strategy: str, redundant: int, local: list[tuple[int, ...]]
+) -> None:
+    placement = placement_for(experts, ranks, strategy, redundant)
+    assert [placement.local_logical(rank) for rank in range(ranks)] == local
+    # the first copy of each is where it is without redundant ones
+    plain = placement_for(experts, ranks, strategy)
+    for rank in range(ranks):
+        held = zip(local[rank], placement.replica_slots(rank), strict=True)
+        assert tuple(expert for expert, replica in held if not replica) == plain.local_logical(rank)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_placements_are_even_and_complete(data: st.DataObject) -> None:
+    experts, ranks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 8))
+    strategy = data.draw(st.sampled_from(["linear", "round_robin"]))
+    redundant = data.draw(st.integers(0, min(experts * (4 * ranks - 1), 60)))
+    placement = placement_for(experts, ranks, strategy, redundant)
+    local = [placement.local_logical(rank) for rank in range(ranks)]
+    assert sum(map(len, local)) == experts + redundant
+    assert max(map(len, local)) - min(map(len, local)) <= 1
+    assert {expert for ids in local for expert in ids} == set(range(experts))
+    for ids in local:
+        assert len(set(ids)) in (len(ids), experts), "an expert twice on a rank that lacks another"
+    for physical in placement.replicas:
+        owners = [placement.physical_to_rank[p] for p in physical]
+        if redundant <= experts * (ranks - 1):
+            assert len(set(owners)) == len(owners)
+    # one more redundant expert moves nothing
+    if redundant:
+        fewer = placement_for(experts, ranks, strategy, redundant - 1)
+        assert placement.physical_to_logical[:-1] == fewer.physical_to_logical
+        assert placement.physical_to_rank[:-1] == fewer.physical_to_rank
+        assert placement.fingerprint != fewer.fingerprint
+
+
+def test_the_fingerprint_tells_placements_apart() -> None:
+    everything = {
+        placement_for(*key).fingerprint
+        for key in [(6, 2), (6, 3), (7, 2), (6, 2, "round_robin"), (6, 2, "linear", 1), (6, 2, "round_robin", 1)]
+    }
+    assert len(everything) == 6
+    assert placement_for(6, 2).fingerprint == contiguous(6, 2).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("redundant", "message"),
+    [
+        (-1, "num_redundant_experts=-1 for 4 experts per layer on 3 ranks: must be in 0..44"),
+        (45, "num_redundant_experts=45 .* must be in 0..44, and 8 put every expert on every rank"),
+    ],
+)
+def test_copies_without_sense_are_refused(redundant: int, message: str) -> None:
+    assert len(placement_for(4, 3, "linear", 44).physical_to_rank) == 48
+    with pytest.raises(ConfigError, match=message):
+        placement_for(4, 3, "linear", redundant)
+    with pytest.raises(ConfigError, match="expert_placement='random': must be linear or round_robin"):
+        placement_for(4, 3, "random")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +126,26 @@ def test_replicas_are_dealt_to_token_rows_in_turn() -> None:
     rank, slot = PlacementTables(placement).addresses(torch.tensor([[0, 1], [0, -1], [0, 0], [0, 1]]))
     assert rank.tolist() == [[0, 1], [1, 3], [2, 2], [0, 1]]  # 3 = the world size: not routed
     assert slot.tolist() == [[0, 0], [1, -1], [0, 0], [0, 0]]
+    rank, slot = PlacementTables(placement).addresses(torch.tensor([[0, 1], [1, 0], [0, 0]]), first=5)
+    assert rank.tolist() == [[2, 1], [1, 0], [1, 1]]
+    assert slot.tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9), st.integers(1, 7))
+def test_every_replica_gets_its_share(ranks: int, experts: int, redundant: int, rows: int) -> None:
+    """All tokens choose one expert, a few per rank and step: over ranks and steps all replicas get equally many."""
+    placement = placement_for(experts, ranks, "linear", min(redundant, experts * (4 * ranks - 1)))
+    tables = PlacementTables(placement)
+    for expert, copies in enumerate(placement.replicas):
+        ids = torch.full((rows, 1), expert)
+        got = dict.fromkeys(((placement.physical_to_rank[p], placement.physical_to_slot[p]) for p in copies), 0)
+        for step in range(tables.period):
+            for source in range(ranks):
+                rank, slot = tables.addresses(ids, first=source + step)
+                for address in zip(rank[:, 0].tolist(), slot[:, 0].tolist(), strict=True):
+                    got[address] += 1
+        assert len(set(got.values())) == 1
 
 
 def test_row_plan_on_paper() -> None:
