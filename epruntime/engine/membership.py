@@ -12,6 +12,7 @@ from epruntime.engine.preflight import Preflight
 from epruntime.errors import ConfigError
 from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.pool import RankPool
+from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.engine.membership")
 
@@ -40,7 +41,7 @@ async def form(config: EngineConfig, pool: RankPool, preflight: Preflight | None
     parallel = config.parallel
     size = parallel.expert_parallel_size
     if size > len(pool.ranks):
-        raise ConfigError(f"expert_parallel_size={size}, but the pool has {len(pool.ranks)} ranks")
+        raise ConfigError(f"expert_parallel_size={size}, but the pool has {counted(len(pool.ranks), 'rank')}")
     ranks = list(pool.ranks[:size])
     if preflight is not None:
         await preflight.before_meeting(ranks, pool.store_address)

@@ -11,6 +11,7 @@ from epruntime.engine.tokenizer import Tokenizer
 from epruntime.errors import InvalidRequestError
 from epruntime.plan import SamplingSpec
 from epruntime.sampling_params import SamplingParams
+from epruntime.words import counted
 
 #: a string, token ids, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -70,8 +71,8 @@ class InputProcessor:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {self.limits.max_model_len}, which leaves room "
-                f"for {room} output tokens: lower it, or shorten the prompt",
+                f"the prompt has {counted(len(ids), 'token')} and max_model_len is {self.limits.max_model_len}, which "
+                f"leaves room for {counted(room, 'output token')}: lower it, or shorten the prompt",
                 field="min_tokens",
                 value=params.min_tokens,
             )
@@ -161,14 +162,14 @@ class InputProcessor:
 
     def _ids(self, value: Any, *, bounded: bool) -> list[int]:
         if bounded and isinstance(value, (list, tuple)) and len(value) >= self.limits.max_model_len:
-            raise self._too_long(f"{len(value)} tokens")
+            raise self._too_long(counted(len(value), "token"))
         return _token_list(value)
 
     def _check_text(self, text: str) -> None:
         """Refuses a text that is too long whatever its tokens."""
         num = self._need_tokenizer("prompt").tokens_at_least(text)
         if num >= self.limits.max_model_len:
-            raise self._too_long(f"at least {num} tokens")
+            raise self._too_long(f"at least {counted(num, 'token')}")
 
     def _too_long(self, tokens: str) -> InvalidRequestError:
         return InvalidRequestError(
@@ -196,7 +197,7 @@ class InputProcessor:
         ):
             self._check_vocabulary(name, tokens)
         if len(ids) >= limits.max_model_len:
-            raise self._too_long(f"{len(ids)} tokens")
+            raise self._too_long(counted(len(ids), "token"))
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from epruntime.errors import InvalidRequestError
 from epruntime.plan import SamplingSpec
+from epruntime.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +31,15 @@ class RequestLimits:
                 f"must have 1 to {self.max_model_len - 1} tokens (max_model_len="
                 f"{self.max_model_len}, at least one for output)",
                 field="prompt",
-                value=f"{num_prompt} tokens",
+                value=counted(num_prompt, "token"),
             )
         max_tokens = min(spec.max_tokens, self.max_model_len - num_prompt)
         if max_tokens < 1:
             raise InvalidRequestError("must be at least 1", field="max_tokens", value=spec.max_tokens)
         if num_prompt + max_tokens > self.max_request_tokens:
             raise InvalidRequestError(
-                f"with a prompt of {num_prompt} tokens the request needs {num_prompt + max_tokens} tokens and the KV "
-                f"cache holds {self.max_request_tokens}: shorten either, or enlarge the KV cache",
+                f"with a prompt of {counted(num_prompt, 'token')} the request needs {num_prompt + max_tokens} "
+                f"tokens and the KV cache holds {self.max_request_tokens}: shorten either, or enlarge the KV cache",
                 field="max_tokens",
                 value=spec.max_tokens,
             )

@@ -31,6 +31,7 @@ from epruntime.launchers.door import Door
 from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.rank_end import KILL_S, RankEnd, end_of, first_sign, said, stop_rank
 from epruntime.launchers.store import host_store
+from epruntime.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -172,8 +173,8 @@ class RankPool:
             self._store_address = (host or LOOPBACK, (await self._store)[1])
             await _all_ready(self.ranks)
         logger.info(
-            "%d ranks are up (%s): %s",
-            num_ranks,
+            "%s up (%s): %s",
+            counted(num_ranks, "rank is", "ranks are"),
             self._launcher.name,
             ", ".join(f"{r.info.slot} on {r.info.host} pid {r.info.pid}" for r in self.ranks),
         )
@@ -265,13 +266,13 @@ class RankPool:
     def _missing(self, num_ranks: int, timeout_s: float) -> str:
         absent = [rank for rank in self.ranks if not rank.ready.done()]
         if not absent:
-            return f"{num_ranks} ranks were asked for and not started within {timeout_s:g} s (start_timeout_s)"
+            return f"{counted(num_ranks, 'rank')} asked for and not started within {timeout_s:g} s (start_timeout_s)"
         lines = []
         for rank in absent:
             state = "still starting" if rank.process is None else "running, has not joined"
             lines.append(f"rank {rank.seat.slot} on host {rank.seat.host}: {state}" + said(rank))
         return (
-            f"{len(absent)} of {num_ranks} ranks did not join within {timeout_s:g} s (start_timeout_s):\n"
+            f"{len(absent)} of {counted(num_ranks, 'rank')} did not join within {timeout_s:g} s (start_timeout_s):\n"
             + "\n".join(lines)
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epruntime.launchers.base import Seat
+from epruntime.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,8 @@ def no_room_in_group_text(num_ranks: int, need: Mapping[str, float], bundles: Se
 
 
 def _asked(num_ranks: int, need: Mapping[str, float]) -> str:
-    return f"{num_ranks} ranks of {' and '.join(f'{_number(amount)} {name}' for name, amount in need.items())} each"
+    each = " and ".join(f"{_number(amount)} {name}" for name, amount in need.items())
+    return f"{counted(num_ranks, 'rank')} of {each} each"
 
 
 def _free_of(need: Mapping[str, float], free: Mapping[str, float] | None, total: Mapping[str, float]) -> str:

@@ -28,6 +28,7 @@ from epruntime.comm.interfaces import coordinator_address
 from epruntime.errors import ConfigError, ConnectionClosedError, LaunchError, ProtocolError
 from epruntime.launchers.torchrun_environment import TorchrunWorker
 from epruntime.launchers.torchrun_meeting import MeetingLetter, MeetingPoint
+from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.launchers.torchrun_hub")
 
@@ -297,8 +298,9 @@ class SupervisorHub:
         total = self.worker.world_size
         gone = [str(link) for link in self._links.values() if link.gone]
         return (
-            f"{num_ranks} ranks were asked for (expert_parallel_size), and torchrun has started {total} workers on "
-            f"{self.worker.num_hosts} hosts, of which {num_free} are free"
+            f"{counted(num_ranks, 'rank was', 'ranks were')} asked for (expert_parallel_size), and torchrun has "
+            f"started {counted(total, 'worker')} on {counted(self.worker.num_hosts, 'host')}, of which {num_free} are "
+            "free"
             + (f"; gone: {', '.join(gone)}" if gone else "")
             + ". Raise torchrun's --nproc-per-node or --nnodes, or ask for fewer ranks"
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from epruntime.preflight.expectations import BASE_FILES, EXPECTED, FILES_PER_PEER, Expectations
 from epruntime.preflight.facts import RankFacts, Setting, by_host, hosts_of, slots_of
 from epruntime.preflight.findings import Finding, Severity, finding
+from epruntime.words import counted
 
 _GIB = 2**30
 
@@ -88,7 +89,8 @@ def check_open_files(ranks: Sequence[RankFacts], expected: Expectations = EXPECT
                 severity=Severity.ERROR if limit < needed else Severity.WARNING,
                 slots=(rank.slot,),
                 hosts=(rank.host,),
-                found=f"{limit} open files allowed (ulimit -n), about {needed} needed for {len(ranks)} ranks",
+                found=f"{limit} open files allowed (ulimit -n), about {needed} needed for "
+                f"{counted(len(ranks), 'rank')}",
                 expected=f"at least {needed + expected.spare_files}",
             )
         )
@@ -125,8 +127,9 @@ def check_cores(ranks: Sequence[RankFacts]) -> list[Finding]:
                     "cpus-oversubscribed",
                     slots=slots_of(members),
                     hosts=hosts_of(members),
-                    found=f"{threads} compute threads of {len(members)} ranks share {cores} cores",
-                    expected=f"at most {cores} threads",
+                    found=f"{counted(threads, 'compute thread')} of {counted(len(members), 'rank')} share "
+                    f"{counted(cores, 'core')}",
+                    expected=f"at most {counted(cores, 'thread')}",
                 )
             )
     return found
