@@ -16,7 +16,7 @@ import torch
 from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo
 from epruntime.moe.experts import BACKENDS
-from epruntime.moe.placement import Placement, contiguous
+from epruntime.moe.placement import Placement, contiguous, placement_for
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import ExpertWeights, StepContext
@@ -80,6 +80,9 @@ class Case:
     def place(self, world_size: int) -> Placement:
         if self.placement == "contiguous":
             return contiguous(self.num_experts, world_size, version=1)
+        if self.placement.startswith(("linear", "round_robin")):  # "linear+3": three redundant experts
+            strategy, _, redundant = self.placement.partition("+")
+            return placement_for(self.num_experts, world_size, strategy, int(redundant or 0))
         g = torch.Generator().manual_seed(17)
         physical = torch.randperm(self.num_experts, generator=g).tolist()
         if self.placement == "replicas":  # experts 0..2 twice, expert 0 three times
@@ -110,6 +113,12 @@ CASES = [
     Case(name="same_expert_twice", routing="duplicates", top_k=3),
     Case(name="permuted", placement="permuted"),
     Case(name="replicas", placement="replicas", top_k=3),
+    Case(name="round_robin", num_experts=7, placement="round_robin"),
+    Case(name="redundant", num_experts=7, placement="linear+3", routing="holes", top_k=3, tokens=40),
+    Case(name="redundant_round_robin", num_experts=3, placement="round_robin+4", top_k=3, budget=5),
+    Case(name="redundant_hot", placement="linear+5", routing="hot", top_k=3, tokens=70),
+    Case(name="redundant_same_expert_twice", placement="linear+6", routing="duplicates", top_k=3, split="idle"),
+    Case(name="redundant_one_expert", num_experts=1, top_k=1, placement="round_robin+3"),
     Case(name="rounds", budget=3),
     Case(name="rounds_of_one", budget=1, tokens=7, top_k=4, placement="replicas"),
     Case(name="rounds_idle_rank", budget=4, split="idle", routing="hot"),
@@ -123,6 +132,7 @@ CASES = [
     Case(name="bf16", dtype=torch.bfloat16, budget=5, placement="replicas", top_k=4),
 ]
 FAULTS = [Case(name=f"fault_{fault}", fault=fault) for fault in ("swapped_experts", "dropped_rank", "weights_twice")]
+FAULTS.append(Case(name="fault_replica", fault="replica_of_another", placement="linear+4"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +159,9 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     local = list(runtime.local_experts(case.num_experts))
     if case.fault == "swapped_experts" and group.rank == 0:
         local[:2] = reversed(local[:2])
+    if case.fault == "replica_of_another":
+        replicas = runtime.placement(case.num_experts).replica_slots(group.rank)
+        local = [(e + replica) % case.num_experts for e, replica in zip(local, replicas, strict=True)]
     weights = take_experts(case.experts, local)
     if case.fault == "dropped_rank" and group.rank == group.world_size - 1:
         weights = replace(weights, down_SHI=torch.zeros_like(weights.down_SHI))
@@ -249,6 +262,23 @@ def test_faults_are_seen(transport: str, world_size: int, case: Case) -> None:
     assert error_of(case, y) > 1000 * FP32_BOUND
 
 
+def dealt(case: Case, ids: list[list[int]], world_size: int) -> list[tuple[int, int]]:
+    """By rank: pairs that it computes, and those by other copies than the first, as docs/life_of_a_token.md says."""
+    placement = case.place(world_size)
+    loads, on_copies = [0] * world_size, [0] * world_size
+    at = 0
+    for source, share in enumerate(case.shares(world_size)):
+        for row, chosen in enumerate(ids[at : at + share]):
+            for expert in (e for e in chosen if e >= 0):
+                physical = [p for p, logical in enumerate(placement.physical_to_logical) if logical == expert]
+                copy = (row + source + 1) % len(physical)  # it is the layer's first step
+                rank = placement.physical_to_rank[physical[copy]]
+                loads[rank] += 1
+                on_copies[rank] += copy > 0
+        at += share
+    return list(zip(loads, on_copies, strict=True))
+
+
 @pytest.mark.parametrize(("transport", "world_size"), TRANSPORTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_statistics(transport: str, world_size: int, case: Case) -> None:
@@ -266,9 +296,6 @@ def test_statistics(transport: str, world_size: int, case: Case) -> None:
         assert sent == int((ids >= 0).any(1).sum())  # one row per token, however many choices
     pairs = int((ids >= 0).sum())
     assert sum(s["combine_bytes"] for s in stats) == pairs * HIDDEN * case.dtype.itemsize
-    # what a rank computed is what all ranks' tokens chose of its experts, wherever the placement put them
-    if case.placement != "replicas":
-        for s in stats:
-            assert s["pairs_received"] == sum(int(counts[e]) for e in s["local_experts"])
     assert sum(s["pairs_received"] for s in stats) == pairs
+    assert [(s["pairs_received"], s["replica_pairs"]) for s in stats] == dealt(case, ids.tolist(), world_size)
     assert all(s["steps"] == 1 and s["dispatch_s"] >= 0 and s["combine_s"] >= 0 for s in stats)
