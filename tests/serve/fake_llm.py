@@ -116,7 +116,7 @@ class FakeLLM:
 
     Attributes:
         delay_s: between tokens. queue: most live requests; retry_after_s: the hint to those above it.
-        live, ended: request ids. yields: deltas taken per request id.
+        live, ended: request ids. num_refused: by a full queue. yields: deltas taken per request id.
         params, prompts: as they arrived, per request id. errors: raised for a prompt's text.
         model_info: may be changed: default_sampling, has_tokenizer.
         stats: what stats_snapshot returns. observers: added and not taken back; the fake tells them nothing.
@@ -127,6 +127,7 @@ class FakeLLM:
         self.delay_s, self.queue, self.retry_after_s = delay_s, queue, 2.5
         self.live: dict[str, _Live] = {}
         self.ended: list[str] = []
+        self.num_refused = 0
         self.yields: dict[str, int] = {}
         self.params: dict[str, SamplingParams] = {}
         self.prompts: dict[str, object] = {}
@@ -179,6 +180,7 @@ class FakeLLM:
             raise UnavailableError(self._status.reason, retry_after_s=3.0)
         text, ids = self._read(prompt)
         if len(self.live) >= self.queue:
+            self.num_refused += 1
             raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
         self.params[request_id], self.prompts[request_id] = params, prompt
         live = _Live([0] * params.n, RequestMetrics(arrival_time=time.monotonic()))

@@ -2,11 +2,12 @@
 
 An HTTP_PORT below 0: no HTTP.
 
-Modes: serve; load (start-up takes 60 s, and says when it was cleaned up); refuse and crash (start-up fails); dies (the
-engine dies 0.5 s after it is ready).
+Modes: serve; verbose (the same, with its log on stderr); load (start-up takes 60 s, and says when it was cleaned up);
+refuse and crash (start-up fails); dies (the engine dies when its first request is at work).
 """
 
 import asyncio
+import logging
 import sys
 
 from fake_llm import FakeLLM
@@ -18,7 +19,15 @@ from epruntime.serve import server
 
 def main() -> int:
     mode, (grpc_port, http_port), (delay_s, drain_s) = sys.argv[1], map(int, sys.argv[2:4]), map(float, sys.argv[4:])
-    server.DEAD_LINGER_S = 1.0
+    server.DEAD_LINGER_S = 3.0
+    if mode == "verbose":
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("epruntime").setLevel("INFO")
+
+    async def die(llm):
+        while not any(sum(live.generated) > 5 for live in llm.live.values()):
+            await asyncio.sleep(0.01)
+        llm.die(RankLostError(slot=1, host="b", detail="step 3"))
 
     async def create(config, progress):
         if mode == "load":
@@ -33,8 +42,7 @@ def main() -> int:
             raise KeyError("a fault")
         llm = FakeLLM(delay_s=delay_s)
         if mode == "dies":
-            error = RankLostError(slot=1, host="b", detail="step 3")
-            asyncio.get_running_loop().call_later(0.5, llm.die, error)
+            llm.end = asyncio.create_task(die(llm))
         return llm
 
     config = ServeConfig(port=max(http_port, 0), grpc_port=grpc_port, http=http_port >= 0, drain_timeout_s=drain_s)

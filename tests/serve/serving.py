@@ -13,9 +13,10 @@ from fake_llm import FakeLLM
 from epruntime.config import ServeConfig
 from epruntime.serve.gate import Gate
 from epruntime.serve.grpc.server import GrpcServer
+from epruntime.testing.patience import PATIENCE_S
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 
 class Serving:
@@ -61,7 +62,7 @@ class Serving:
         self._loop.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"

@@ -23,7 +23,7 @@ LOST = RankLostError(slot=1, host="b", detail="layer 3, all_to_all")
 
 def _check(stub: health_pb2_grpc.HealthStub) -> set[int]:
     return {
-        stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status for service in ("", keys.SERVICE)
+        stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status for service in ("", keys.SERVICE)
     }
 
 
@@ -31,7 +31,7 @@ def _check(stub: health_pb2_grpc.HealthStub) -> set[int]:
 def test_check_and_watch_follow_gate_and_engine(service):
     with Serving(ready=False) as server, grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=60)
         llm = server.llm
         for change, expected in (
             (None, NOT_SERVING),  # loading
@@ -61,12 +61,12 @@ def test_unknown_service_and_list():
     with Serving() as server, grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=60)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="other"), timeout=60)
         assert next(watch).status == UNKNOWN
         watch.cancel()
-        listed = stub.List(health_pb2.HealthListRequest(), timeout=5).statuses
+        listed = stub.List(health_pb2.HealthListRequest(), timeout=60).statuses
         assert {name: response.status for name, response in listed.items()} == {"": SERVING, keys.SERVICE: SERVING}
 
 
@@ -77,7 +77,7 @@ def test_watchers_that_never_read_hold_up_no_other():
             idle = [stub.Watch(health_pb2.HealthCheckRequest(service="")) for _ in range(20)]
             for state, words in ((EngineState.STALLED, "not serving"), (EngineState.READY, "serving")) * 20:
                 await asyncio.to_thread(server.call, server.llm.become, state)
-                assert await client.health(timeout=5) == words
+                assert await client.health(timeout=60) == words
             for watch in idle:
                 watch.cancel()
 

@@ -17,6 +17,7 @@ from epruntime.client import Client
 from epruntime.errors import RequestAbortedError, RequestTimeoutError
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto import keys
+from epruntime.testing.patience import soon
 
 torch = pytest.importorskip("torch")
 
@@ -104,8 +105,8 @@ def _leave_by_cancel(server: RankServing, request: pb.GenerateRequest, watch: Ca
 
 def _leave_by_deadline(server: RankServing, request: pb.GenerateRequest, watch: Callable[[], Any]) -> tuple[float, Any]:
     with Client(server.address) as client:
-        left_at = time.monotonic() + 0.4
-        stream = client._start(request, 0.4)
+        left_at = time.monotonic() + 0.8
+        stream = client._start(request, 0.8)
         next(stream)
         watching = watch()
         with pytest.raises(RequestTimeoutError):
@@ -145,7 +146,7 @@ def _leave_by_abort(server: RankServing, request: pb.GenerateRequest, watch: Cal
 def test_blocks_are_free_within_a_step(server, leave, n):
     from epruntime.client import wire
 
-    wait_until(lambda: _load(server) == (0, 0.0), "idle before", 20)
+    wait_until(lambda: _load(server) == (0, 0.0), "idle before")
     with Client(server.address, timeout=60) as other:
         stays = other.stream({"prompt_token_ids": [9, 8, 7]}, **LONG)
         next(stays)  # keeps the steps going while the other one leaves
@@ -155,17 +156,17 @@ def test_blocks_are_free_within_a_step(server, leave, n):
             return asyncio.run_coroutine_threadsafe(_watch(server, request.request_id, 1), server._loop)
 
         left_at, watching = leave(server, request, watch)
-        freed: Freed = watching.result(20)
+        freed: Freed = watching.result(60)
         assert freed.steps_after_the_stream_ended <= PIPELINE_DEPTH
-        assert freed.at - left_at < 3.0  # the ways of a leaving client through the network, on a busy machine
+        assert freed.at - left_at < soon(3.0)  # the ways of a leaving client through the network
         assert sum(len(next(stays).token_ids) for _ in range(3)) >= 3
         stays.close()
-    wait_until(lambda: _load(server) == (0, 0.0), "no block is left in use", 5)
+    wait_until(lambda: _load(server) == (0, 0.0), "no block is left in use")
 
 
 def test_readers_that_never_read_hold_no_blocks_once_they_have_ended(server):
     """Their outputs wait in the coordinator; the ranks are done with them."""
-    wait_until(lambda: _load(server) == (0, 0.0), "idle before", 20)
+    wait_until(lambda: _load(server) == (0, 0.0), "idle before")
     calls = [
         UnreadCall(
             server.address,
@@ -181,7 +182,7 @@ def test_readers_that_never_read_hold_no_blocks_once_they_have_ended(server):
         wait_until(lambda: sum(i.startswith("unread-") for i in server.gate.live) == 12, "all have begun")
         with Client(server.address, timeout=60) as client:
             assert client.generate({"prompt_token_ids": [9]}, **{**LONG, "max_tokens": 20}).usage.output_tokens == 20
-        wait_until(lambda: _load(server) == (0, 0.0), "all have been generated and hold nothing", 60)
+        wait_until(lambda: _load(server) == (0, 0.0), "all have been generated and hold nothing")
         assert sum(i.startswith("unread-") for i in server.gate.live) == 12
     finally:
         for call in calls:
@@ -220,4 +221,4 @@ def test_many_threads_at_once_come_and_go(server):
         thread.start()
     for thread in threads:
         thread.join(60)
-    wait_until(lambda: _load(server) == (0, 0.0) and not server.gate.live, "all have gone and hold nothing", 20)
+    wait_until(lambda: _load(server) == (0, 0.0) and not server.gate.live, "all have gone and hold nothing")

@@ -31,6 +31,7 @@ from epruntime.serve.metrics import Metrics
 from epruntime.serve.metrics_histogram import Histogram, one_two_five
 from epruntime.serve.server import FrontEnds
 from epruntime.serve.stats_log import StatsLog
+from epruntime.testing.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -381,7 +382,7 @@ def test_the_log_line_and_its_silence(caplog) -> None:
         assert not llm.observers
         quick = StatsLog(llm, 0.01)
         quick.tokens(NewTokens(num_tokens=1))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while "generation" not in caplog.text:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)

@@ -89,8 +89,8 @@ def test_counters_are_what_clients_saw_and_what_arithmetic_says(model) -> None:
             with pytest.raises(InvalidRequestError):
                 await seen.request(llm, [500])
             await seen.request(llm, prompts[1], max_tokens=300, leave_after=1)
-            assert await llm.drain(20)
-            async with asyncio.timeout(20):
+            assert await llm.drain(60)
+            async with asyncio.timeout(60):
                 while not await llm.refresh_stats() or any(r.num_running for r in llm.stats_snapshot().ranks):
                     await asyncio.sleep(0.01)
             return seen, before, Exposition((await metrics.render())[0])

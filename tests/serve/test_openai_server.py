@@ -16,16 +16,16 @@ from serving import wait_until
 from epruntime.config import ServeConfig
 from epruntime.engine.status import EngineState
 from epruntime.errors import ConfigError, RankLostError
-from epruntime.launchers.rank_end import LAST_WORDS
 from epruntime.serve.access import AccessCheck
 from epruntime.serve.openai import connection as connections
+from epruntime.testing.patience import soon
 
 LONG = {"prompt": "abc", "max_tokens": 100_000, "stream": True}
 
 
 def _connection(server: HttpServing) -> socket.socket:
     connection = socket.create_connection(server.url.removeprefix("http://").split(":"))
-    connection.settimeout(20)
+    connection.settimeout(60)
     return connection
 
 
@@ -178,13 +178,11 @@ def test_health_follows_server_and_ranks():
         assert "rank 1 on host b is lost" in complete().text
 
 
-def test_health_is_open_and_tells_no_log():
-    lost = RankLostError(slot=1, host="b", detail=f"killed by SIGKILL{LAST_WORDS}\n  secret path")
+def test_health_is_open():
+    lost = RankLostError(slot=1, host="b", detail="killed by SIGKILL")
     with HttpServing(api_key=("t",)) as server, httpx2.Client(base_url=server.url) as http:
         server.call(server.llm.die, lost)
         assert http.get("/health").json()["error"]["message"] == "rank 1 on host b is lost: killed by SIGKILL"
-        headers = {"Authorization": "Bearer t"}
-        assert "secret path" in http.post("/v1/completions", json={"prompt": "a"}, headers=headers).text
 
 
 # clients that leave or do not read
@@ -204,8 +202,8 @@ def test_a_client_that_leaves_frees_its_requests(body):
         with _connection(server) as connection:
             _send(connection, body)
             wait_until(lambda: len(server.llm.live) == len(prompts), "they run")
-        wait_until(lambda: not server.llm.live, "they are freed", 1.0)
-        wait_until(lambda: not server.gate.live, "their ids are free", 1.0)
+        wait_until(lambda: not server.llm.live, "they are freed")
+        wait_until(lambda: not server.gate.live, "their ids are free")
         assert len(server.llm.ended) == len(prompts)
 
 
@@ -214,7 +212,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_request():
         with _connection(server) as connection:
             _send(connection, LONG)
             wait_until(lambda: len(server.llm.live) == 1, "it is admitted")
-        wait_until(lambda: not server.llm.live, "it is freed", 1.0)
+        wait_until(lambda: not server.llm.live, "it is freed", 20)
 
 
 def test_a_slow_reader_is_not_written_to_and_costs_the_others_nothing(monkeypatch):
@@ -229,13 +227,13 @@ def test_a_slow_reader_is_not_written_to_and_costs_the_others_nothing(monkeypatc
             began = time.monotonic()
             other = httpx2.post(server.url + "/v1/completions", json={"prompt": "xyz", "max_tokens": 3})
             assert other.json()["choices"][0]["text"] == "xyz"
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < soon(2)
             time.sleep(0.3)
-        wait_until(lambda: not server.llm.live, "a reader that takes nothing is given up", 5.0)
+        wait_until(lambda: not server.llm.live, "a reader that takes nothing is given up")
 
 
 def test_a_large_answer_may_take_longer_than_a_stall(monkeypatch):
-    monkeypatch.setattr(connections, "STALL_S", 0.5)
+    monkeypatch.setattr(connections, "STALL_S", 1.0)
     text = "a" * 4_000_000
     with HttpServing() as server, _connection(server) as slow:
         _send(slow, {"prompt": text}, "/tokenize")
@@ -249,7 +247,7 @@ def test_a_large_answer_may_take_longer_than_a_stall(monkeypatch):
 
 
 def test_headers_must_arrive_in_time(monkeypatch):
-    monkeypatch.setattr(connections, "HEADERS_S", 0.3)
+    monkeypatch.setattr(connections, "HEADERS_S", 1.0)
     with HttpServing() as server, _connection(server) as silent, _connection(server) as trickling:
         ended = threading.Event()
 
@@ -272,7 +270,7 @@ def test_headers_must_arrive_in_time(monkeypatch):
         # a connection in use is kept for the next request, whose headers get as long again
         with httpx2.Client(base_url=server.url) as http:
             assert http.get("/health").status_code == 200
-            time.sleep(0.4)
+            time.sleep(1.2)
             assert http.get("/health").status_code == 200
 
 

@@ -35,7 +35,7 @@ def _stream(client: Client, **options):
 def test_sigterm_drains():
     with Process() as server, Client(server.address(), retries=0) as client:
         assert client.health() == "serving"
-        chunks, errors, thread = _stream(client, max_tokens=100)
+        chunks, errors, thread = _stream(client, max_tokens=200)
         server.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: client.health() == "not serving", "draining")
         with pytest.raises(UnavailableError, match="draining") as caught:
@@ -44,7 +44,7 @@ def test_sigterm_drains():
         assert client.info().state == "draining"
         thread.join(DEADLINE_S)
         assert not errors
-        assert (chunks[-1].finish_reason, sum(len(c.token_ids) for c in chunks)) == ("length", 100)
+        assert (chunks[-1].finish_reason, sum(len(c.token_ids) for c in chunks)) == ("length", 200)
         assert server.end()[0] == 0
 
 
@@ -69,7 +69,7 @@ def test_second_signal_stops_at_once(number):
         thread.join(DEADLINE_S)
         assert isinstance(errors[0], UnavailableError)
         assert server.end()[0] == 128 + number
-        assert time.monotonic() - began < 15  # and not the 30 s of the drain
+        assert time.monotonic() - began < 25  # and not the 30 s of the drain
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -48,7 +48,7 @@ def test_sigterm_drains_both_front_ends():
         address, url = server.urls()
         with Client(address) as client:
             assert client.generate("abc", max_tokens=2).text == "ab"
-            stream = Stream(url, 100)
+            stream = Stream(url, 200)
             server.popen.send_signal(signal.SIGTERM)
             wait_until(lambda: _refuses(url), "draining")
             refused = httpx2.post(url + "/v1/completions", json={"prompt": "a"})
@@ -57,7 +57,7 @@ def test_sigterm_drains_both_front_ends():
             assert client.info().running_requests == 1
             events = stream.end()
         assert events[-1] == "[DONE]"
-        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == ("abc" * 34)[:100]
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == ("abc" * 67)[:200]
         assert server.end()[0] == 0
 
 
