@@ -12,7 +12,18 @@ import sys
 from collections.abc import Sequence
 
 from epruntime import envs
-from epruntime.cli import chat, collect_env, completion, generate, models, preflight, serve, server_facts, upcycle
+from epruntime.cli import (
+    chat,
+    collect_env,
+    completion,
+    generate,
+    models,
+    preflight,
+    serve,
+    server_facts,
+    upcycle,
+    verify,
+)
 from epruntime.cli.hints import in_words
 from epruntime.cli.parser import CommandParser
 from epruntime.errors import EPRuntimeError
@@ -44,7 +55,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"epruntime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (serve, preflight, generate, chat, server_facts, models, upcycle, collect_env, completion):
+    for command in (serve, preflight, verify, generate, chat, server_facts, models, upcycle, collect_env, completion):
         command.add_parser(commands)
     return parser
 

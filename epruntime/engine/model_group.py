@@ -66,11 +66,14 @@ class ModelGroup:
         *,
         progress: Callable[[str, int, int], None] | None = None,
         preflight: Preflight | None = None,
+        trace_layers: bool = False,
+        batch_dependent: bool = False,
     ) -> ModelGroup:
         """Raises whatever a rank raised: the first error in rank order, a lost rank before all others.
 
         A rank that does not answer in time is killed, and named as lost. With `preflight` ranks and network are looked
-        at first: PreflightError says what is wrong with them, and no weight is read.
+        at first: PreflightError says what is wrong with them, and no weight is read. `trace_layers` and
+        `batch_dependent` are for `epruntime verify` (see epruntime.worker.letters.Load).
         """
         membership = await form(config, pool, preflight)
         ranks, hosts, parallel = membership.ranks, membership.hosts, config.parallel
@@ -94,6 +97,8 @@ class ModelGroup:
                         max_num_batched_tokens=scheduler.max_num_batched_tokens,
                         expert_placement=parallel.expert_placement,
                         num_redundant_experts=parallel.num_redundant_experts,
+                        trace_layers=trace_layers,
+                        batch_dependent=batch_dependent,
                     )
                     for index, rank in enumerate(ranks)
                 ],
@@ -137,6 +142,11 @@ class ModelGroup:
                 }
             )
         return out
+
+    async def take_traces(self) -> list[dict[str, Any]]:
+        """Hashes of hidden states since the last call, one dict per rank (see epruntime.worker.layer_trace)."""
+        calls = [rank.call("trace") for rank in self.ranks]
+        return await gather(self.ranks, calls, what="'trace'", limit_s=_UNLOAD_TIMEOUT_S, option="a fixed limit")
 
     async def unload(self) -> None:
         """Frees the model on all ranks; they stay up for the next one."""

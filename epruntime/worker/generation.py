@@ -14,6 +14,7 @@ from epruntime.comm.interfaces import HostAddress, rank_address
 from epruntime.comm.progress import Collective, Stamps
 from epruntime.comm.select import make_transport
 from epruntime.comm.transport import GroupInfo, Transport
+from epruntime.errors import ProtocolError
 from epruntime.models.loaded import LoadedModel
 from epruntime.models.loader import inspect_model, load_model
 from epruntime.moe.placement import placement_for
@@ -21,8 +22,10 @@ from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
 from epruntime.ops.padding import steady_rows
+from epruntime.worker.batch_dependent import make_batch_dependent
 from epruntime.worker.input_batch import InputBatch
 from epruntime.worker.kv_budget import num_kv_blocks, resolve_max_model_len
+from epruntime.worker.layer_trace import LayerTrace
 from epruntime.worker.letters import Configure, Load
 from epruntime.worker.memory import free_memory_bytes
 from epruntime.worker.runner import ModelRunner
@@ -39,6 +42,7 @@ class ServedModel:
     Attributes:
         model: weights, KV cache and description; runner: executes plans on it; moe: what its MoE layers share.
         num_kv_blocks, block_size: geometry of the KV cache; max_model_len: tokens.
+        layer_trace: where the `load` message asks for one.
     """
 
     model: LoadedModel
@@ -47,6 +51,7 @@ class ServedModel:
     num_kv_blocks: int
     block_size: int
     max_model_len: int
+    layer_trace: LayerTrace | None = None
 
     def describe(self) -> dict[str, Any]:
         """Body of the `loaded` reply."""
@@ -74,6 +79,16 @@ class ServedModel:
     def counters(self) -> dict[str, Any]:
         """Body of the `counters` reply."""
         return {"moe": self.moe.stats.packed(), "num_requests": self.runner.num_requests}
+
+    def take_trace(self) -> dict[str, Any]:
+        """Body of the `trace` reply: the rows since the last one.
+
+        Raises:
+            ProtocolError: the model was loaded without trace_layers.
+        """
+        if self.layer_trace is None:
+            raise ProtocolError("nothing is traced: the model was loaded without trace_layers")
+        return self.layer_trace.take()
 
     def close(self) -> None:
         """Lets go of weights and KV cache."""
@@ -168,6 +183,7 @@ class Generation:
             max_num_batched_tokens=letter.max_num_batched_tokens,
             max_model_len=max_model_len,
             vocab_size=model.info.vocab_size,
+            rope=model.info.rope,
             strict=config.strict,
         )
         if config.strict and not steady_rows(model.info.hidden_size, model.info.dtype):
@@ -177,7 +193,12 @@ class Generation:
                 "of invariance=strict",
                 model.info.hidden_size,
             )
-        runner = ModelRunner(model, context=self.context, inputs=inputs)
+        if letter.batch_dependent:
+            layer = make_batch_dependent(model.module, self.context)
+            logger.info("negative control: layer %d depends on the batch on purpose", layer)
+        trace = LayerTrace(model.module) if letter.trace_layers else None
+        on_batch = None if trace is None else trace.on_batch
+        runner = ModelRunner(model, context=self.context, inputs=inputs, on_batch=on_batch)
         return ServedModel(
             model=model,
             runner=runner,
@@ -185,6 +206,7 @@ class Generation:
             num_kv_blocks=blocks,
             block_size=letter.block_size,
             max_model_len=max_model_len,
+            layer_trace=trace,
         )
 
     def close(self) -> None:

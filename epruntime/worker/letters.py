@@ -52,6 +52,8 @@ class Load:
         max_model_len, num_kv_blocks, kv_cache_memory_bytes: None for the default.
         ranks_on_host: ranks that share this host's memory.
         expert_placement, num_redundant_experts: as in ParallelConfig; the same for all ranks.
+        trace_layers: keep a hash of every row's hidden state after every layer, for `trace` messages.
+        batch_dependent: make one layer depend on the batch on purpose: the negative control of `epruntime verify`.
     """
 
     model: str
@@ -65,6 +67,8 @@ class Load:
     ranks_on_host: int = 1
     expert_placement: str = "linear"
     num_redundant_experts: int = 0
+    trace_layers: bool = False
+    batch_dependent: bool = False
 
 
 def parse(kind: type[Letter], message: dict[str, Any]) -> Letter:
