@@ -21,7 +21,9 @@ def failed(message_id: int, error: BaseException, *, where: str = "") -> Message
     if isinstance(error, errors.EPRuntimeError):
         kind, text = type(error).__name__, str(error)
     else:
-        kind, text = "EngineDeadError", f"{type(error).__name__}: {error}"
+        # torch adds pages of C++ frames, which are in the traceback
+        first = next(iter(str(error).strip().splitlines()), "")
+        kind, text = "EngineDeadError", f"{type(error).__name__}: {first}"
     message: Message = {
         "type": "failed",
         "id": message_id,

@@ -15,6 +15,7 @@ from epruntime.engine.model_group import ModelGroup
 from epruntime.errors import EngineDeadError, EPRuntimeError, LaunchError, RankLostError
 from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.pool import RankPool
+from epruntime.launchers.rank_end import without_words
 
 logger = logging.getLogger("epruntime.engine.recovery")
 
@@ -96,4 +97,8 @@ class Recovery:
 
 
 def _as_dead(error: EPRuntimeError, what: str) -> EngineDeadError:
-    return error if isinstance(error, EngineDeadError) else EngineDeadError(f"{what}: {type(error).__name__}: {error}")
+    """An error for every request that waits. What the failed rank has printed stays in the log."""
+    if isinstance(error, EngineDeadError):
+        return error
+    logger.error("%s: %s: %s", what, type(error).__name__, error)
+    return EngineDeadError(f"{what}: {type(error).__name__}: {without_words(str(error))}")

@@ -29,7 +29,7 @@ from epruntime.launchers.base import Launcher
 from epruntime.launchers.clock import TICK_S, LoopClock
 from epruntime.launchers.door import Door
 from epruntime.launchers.handle import RankHandle
-from epruntime.launchers.rank_end import KILL_S, RankEnd, end_of, first_sign, said, stop_rank
+from epruntime.launchers.rank_end import KILL_S, RankEnd, end_of, first_sign, said, stop_rank, without_words
 from epruntime.launchers.store import host_store
 from epruntime.words import counted
 
@@ -178,6 +178,7 @@ class RankPool:
             self._launcher.name,
             ", ".join(f"{r.info.slot} on {r.info.host} pid {r.info.pid}" for r in self.ranks),
         )
+        logger.info("they compute with %s", ", ".join(f"{k} {v}" for k, v in self.ranks[0].info.signature.items()))
 
     async def replace(self, slot: int, *, timeout_s: float) -> RankHandle:
         """Puts a new rank into a slot: the same seat, the next incarnation. The old one is killed if it still lives.
@@ -211,7 +212,8 @@ class RankPool:
             )
             rank.ready.result()
         except BaseException as error:  # also a cancellation: the slot is as if it had never been filled again
-            rank.fail(RankLostError(slot=slot, host=rank.seat.host, detail=f"it did not start again: {error}"))
+            words = without_words(f"it did not start again: {error}")
+            rank.fail(RankLostError(slot=slot, host=rank.seat.host, detail=words))
             await stop_rank(rank)
             raise
         logger.info("rank %d on %s is up again, pid %d", slot, rank.info.host, rank.info.pid)
@@ -310,7 +312,8 @@ class RankPool:
             if connection is not None:
                 connection.abort(ended.how)
         error = RankLostError(slot=rank.seat.slot, host=rank.seat.host, detail=ended.detail(rank))
-        logger.error("%s", error)
+        # one that was stopped, or is stuck, has said nothing about it
+        logger.error("%s%s", error, "" if rank.condemned.done() else said(rank))
         rank.fail(error)
         for callback in list(self._lost_callbacks):
             self._tell(callback, error)

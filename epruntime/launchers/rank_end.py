@@ -18,7 +18,7 @@ from epruntime.launchers.handle import RankHandle
 
 logger = logging.getLogger("epruntime.launchers.rank_end")
 
-#: What comes behind it in an error's text a rank has printed: for those who may know its log.
+#: What comes behind it in an error's text a rank has printed: for those who may know its log, never for clients.
 LAST_WORDS = "; its last words:"
 
 #: seconds given to a rank: to leave when asked, when told (SIGTERM), and to be gone after SIGKILL.
@@ -36,11 +36,9 @@ class RankEnd:
     progress: str
 
     def detail(self, rank: RankHandle) -> str:
-        """All that there is to say to whoever waited for the rank."""
+        """What whoever waited for the rank is told, in one line."""
         activity = rank.activity()
-        text = f"{self.how}; {self.progress}" + (f"; unanswered: {activity}" if activity else "")
-        # one that was stopped, or is stuck, has said nothing about it
-        return text if rank.condemned.done() else text + said(rank)
+        return " ".join(f"{self.how}; {self.progress}{f'; unanswered: {activity}' if activity else ''}".split())
 
 
 async def first_sign(rank: RankHandle) -> None:
@@ -97,8 +95,13 @@ async def stop_rank(rank: RankHandle) -> None:
             end.abort("this rank was stopped")
 
 
+def without_words(text: str) -> str:
+    """An error's text without what a rank has printed."""
+    return text.partition(LAST_WORDS)[0]
+
+
 def said(rank: RankHandle) -> str:
-    """Its last words, for the end of an error's text."""
+    """Its last words, for the log and for the error of a start that fails."""
     tail = rank.process.output_tail() if rank.process is not None else []
     return f"{LAST_WORDS}\n  " + "\n  ".join(tail) if tail else ""
 

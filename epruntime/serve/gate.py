@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, UnavailableError
-from epruntime.launchers.rank_end import LAST_WORDS
+from epruntime.serve.client_text import one_line
 from epruntime.serve.engine import Engine
 
 E = TypeVar("E", bound=BaseException)
@@ -66,7 +66,7 @@ class Gate:
     @property
     def reason(self) -> str:
         """Words for why it is not serving; empty while it is."""
-        return (self._reason or self._engine_status.reason).partition(LAST_WORDS)[0]
+        return one_line(self._reason or self._engine_status.reason)
 
     @property
     def live(self) -> frozenset[str]:

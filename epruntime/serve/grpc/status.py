@@ -11,6 +11,7 @@ from google.protobuf import any_pb2, duration_pb2  # type: ignore[import-untyped
 
 from epruntime.errors import EPRuntimeError, InvalidRequestError, RankLostError, status_of
 from epruntime.proto import keys
+from epruntime.serve.client_text import client_text
 
 logger = logging.getLogger("epruntime.serve.grpc.status")
 
@@ -27,7 +28,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 async def abort(context: grpc.aio.ServicerContext, error: Exception, request_id: str = "") -> NoReturn:
     """Ends the call with the status of `error`; a foreign exception becomes INTERNAL and is logged in full."""
     code, _ = status_of(error)
-    text = str(error)
+    text = client_text(error)
     if not isinstance(error, EPRuntimeError):
         logger.error("internal error in request %r", request_id, exc_info=error)
         text = f"internal error of the server ({type(error).__name__}: {error}); its log has more"

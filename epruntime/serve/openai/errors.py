@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from epruntime.errors import EPRuntimeError, InvalidRequestError, status_of
+from epruntime.serve.client_text import client_text
 from epruntime.serve.openai.json import encode
 
 logger = logging.getLogger("epruntime.serve.openai.errors")
@@ -68,7 +69,7 @@ def http_error(error: Exception, request_id: str = "") -> HttpError:
     if isinstance(error, HttpError):
         return error
     _, status = status_of(error)
-    message = str(error)
+    message = client_text(error)
     if not isinstance(error, EPRuntimeError):
         logger.error("internal error in request %r", request_id, exc_info=error)
         message = f"internal error of the server ({type(error).__name__}: {error}); its log has more"
