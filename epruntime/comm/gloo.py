@@ -7,6 +7,7 @@ was, and messages with nothing in them are not sent. It takes about as long (`be
 from __future__ import annotations
 
 import logging
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -68,7 +69,7 @@ class GlooTransport(Transport):
             raise EngineDeadError(
                 f"rank {self.rank}: the {self.world_size} ranks of generation {group.generation} did not meet within "
                 f"{group.timeout_s:g} s through the store {group.store_host}:{group.store_port} (own address "
-                f"{self.interface_address}): {_first_line(error)}; check that every rank runs and that the addresses "
+                f"{self.interface_address}): {cause(error)}; check that every rank runs and that the addresses "
                 "reach each other"
             ) from error
         logger.debug(
@@ -162,7 +163,7 @@ class GlooTransport(Transport):
             slot=self._slots[peer],
             host=self._hosts[peer],
             detail=f"gloo exchange {self._tag} ({what}) with it failed on rank {self._slots[self.rank]} after "
-            f"{after_s:.1f} s (limit {self._timeout_s:g} s): {_first_line(error)}",
+            f"{after_s:.1f} s (limit {self._timeout_s:g} s): {cause(error)}",
         )
         return self._failure
 
@@ -189,5 +190,11 @@ def _ranges(counts: list[int]) -> list[tuple[int, int]]:
     return ends
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def cause(error: BaseException) -> str:
+    """What went wrong, of a gloo error's text: without the place in gloo's sources, and without its advice and jokes.
+
+    "[.../tcp/pair.cc:537] Read error [127.0.0.1]:2442: Connection reset by peer. This is typically caused by ... GLHF!"
+    """
+    first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    text = re.sub(r"^\[[^\]]+:\d+\] ", "", first)
+    return re.split(r"\.? (?:This is typically|Check the logs|Note that|You can|GLHF)", text)[0].rstrip(". ")

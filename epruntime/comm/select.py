@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from epruntime.comm.transport import GroupInfo, Transport
 from epruntime.errors import ConfigError
+from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.comm.select")
 
@@ -42,11 +43,10 @@ def make_transport(name: str, group: GroupInfo) -> Transport:
         kind = TRANSPORTS[candidate]()
         support = kind.supports(group)
         if support.ok:
-            log = logger.info if group.rank == 0 else logger.debug
-            log(
-                "transport %s for %d ranks (%s)%s",
+            logger.debug(
+                "transport %s for %s (%s)%s",
                 candidate,
-                group.world_size,
+                counted(group.world_size, "rank"),
                 "best supported" if name == "auto" else "as configured",
                 "".join(f"; not {reason}" for reason in passed_over),
             )

@@ -73,8 +73,10 @@ async def form(config: EngineConfig, pool: RankPool, preflight: Preflight | None
         limit_s=parallel.step_timeout_s + GRACE_S,
         option="step_timeout_s",
     )
-    _log_addresses(ranks, configured)
     transport: str = configured[0]["transport"]
+    chosen = "best supported" if parallel.transport == "auto" else "as configured"
+    logger.info("transport %s for %s (%s)", transport, counted(size, "rank"), chosen)
+    _log_addresses(ranks, configured)
     if preflight is not None:
         await preflight.after_meeting(ranks, transport)
     return Membership(ranks=ranks, hosts=hosts, generation=generation, transport=transport)

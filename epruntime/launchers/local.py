@@ -33,7 +33,15 @@ WORKER_MODULE = "epruntime.worker"
 
 _TAIL_LINES = 20
 _MAX_LINE_BYTES = 8192
-_LEVEL = re.compile(rb"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+#: how a rank's own log lines begin (worker/main.py): level, logger.
+_OWN_LEVEL = re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) (?=[\w.]+: )")
+
+
+def _without_level(text: str) -> str:
+    """A rank's own log line without its level, which the line that carries it has; all else as it is."""
+    own = _OWN_LEVEL.match(text)
+    return text if own is None else text[own.end() :]
 
 
 class LocalProcess(RankProcess):
@@ -120,9 +128,9 @@ class LocalProcess(RankProcess):
             return
         text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
         self._tail.append(text)
-        found = _LEVEL.search(line[:80])  # a log line keeps its level; bare output is information
-        level = logging.getLevelName(found.group(1).decode()) if found else logging.INFO
-        rank_logger.log(level, "[rank %d] %s", self._slot, text)
+        found = _LEVEL.search(text[:80])  # a log line keeps its level; bare output is information
+        level = logging.getLevelName(found.group(1)) if found else logging.INFO
+        rank_logger.log(level, "[rank %d] %s", self._slot, _without_level(text))
         self._on_line(text)
 
 

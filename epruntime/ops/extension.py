@@ -50,7 +50,7 @@ def load() -> ModuleType | None:
         if module is None:
             logger.warning("plain-torch kernels in use: %s", reason)
         else:
-            logger.info("C++ kernels in use: %s, %s", module.csrc_hash(), module.isa())
+            logger.debug("C++ kernels in use: %s, %s", module.csrc_hash(), module.isa())
     return module
 
 

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from epruntime.config import EngineConfig, ServeConfig
@@ -26,6 +27,7 @@ from epruntime.serve.gate import Gate
 from epruntime.serve.grpc.server import GrpcServer
 from epruntime.serve.progress import ProgressLog
 from epruntime.serve.stats_log import StatsLog
+from epruntime.words import counted
 
 if TYPE_CHECKING:
     from epruntime.serve.openai.server import HttpServer
@@ -84,6 +86,14 @@ class FrontEnds:
             logger.warning("%s: anyone who reaches it can use this server; set EPRUNTIME_API_KEY or --api-key", where)
         if config.ssl_certfile is None:
             logger.warning("%s: requests and tokens cross the network unencrypted; set --ssl-certfile", where)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """How the server came to its end. `code`: exit code; `words`: for the last line of the log."""
+
+    code: int
+    words: str
 
 
 class Signals:
@@ -165,19 +175,22 @@ async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_eng
             where = await front_ends.start()
             engine = await _create(llm_config, create_engine, signals)
             if engine is None:
-                return signals.exit_code
-            gate.ready(engine)
-            engine.poll_stats(_STATS_INTERVAL_S)
-            if serve_config.log_stats_interval_s:
-                stats_log = StatsLog(engine, serve_config.log_stats_interval_s)
-            print(f"epruntime is ready: {where}", flush=True)
-            return await _until_stopped(gate, engine, serve_config, signals)
+                stop = Stop(signals.exit_code, "the model was not loaded yet")
+            else:
+                gate.ready(engine)
+                engine.poll_stats(_STATS_INTERVAL_S)
+                if serve_config.log_stats_interval_s:
+                    stats_log = StatsLog(engine, serve_config.log_stats_interval_s)
+                print(f"epruntime is ready: {where}", flush=True)
+                stop = await _until_stopped(gate, engine, serve_config, signals)
         finally:
             await front_ends.stop()  # first, so that streams end as the gate says
             if stats_log is not None:
                 stats_log.stop()
             if engine is not None:
                 await engine.shutdown()
+    logger.info("stopped: %s", stop.words)
+    return stop.code
 
 
 async def _create(config: EngineConfig, create_engine: CreateEngine, signals: Signals) -> Engine | None:
@@ -197,23 +210,31 @@ async def _create(config: EngineConfig, create_engine: CreateEngine, signals: Si
     return None
 
 
-async def _until_stopped(gate: Gate, engine: Engine, config: ServeConfig, signals: Signals) -> int:
+async def _until_stopped(gate: Gate, engine: Engine, config: ServeConfig, signals: Signals) -> Stop:
     death = asyncio.ensure_future(gate.death())
     if not await _first_of(death, signals.first.wait()):
         return await _dead(death.result(), signals)
     gate.drain()
-    logger.info("draining: %d requests are running, up to %g s", len(gate.live), config.drain_timeout_s)
+    running = len(gate.live)
+    words = counted(running, "request is", "requests are")
+    logger.info("draining: %s running, and may for %g s", words, config.drain_timeout_s)
+
+    def outcome() -> str:
+        cut = len(gate.live)
+        return f"{counted(running - cut, 'request')} ended while draining, {counted(cut, 'was', 'were')} cut off"
+
     drain = asyncio.ensure_future(_drain(gate, engine, config.drain_timeout_s))
     if await _first_of(drain, signals.second.wait()):
+        stop = Stop(signals.exit_code, f"at once, by a second signal; {outcome()}")
         await gate.close("the server was stopped before this request ended")
-        return signals.exit_code
+        return stop
     if death.done():
         return await _dead(death.result(), signals)
     death.cancel()
+    stop = Stop(0, outcome())
     if not drain.result():
-        logger.warning("%d requests were still running after %g s", len(gate.live), config.drain_timeout_s)
         await gate.close(f"the server stopped; this request did not end within {config.drain_timeout_s:g} s of that")
-    return 0
+    return stop
 
 
 async def _drain(gate: Gate, engine: Engine, timeout_s: float) -> bool:
@@ -222,11 +243,11 @@ async def _drain(gate: Gate, engine: Engine, timeout_s: float) -> bool:
     return await engine.drain(timeout_s) and await gate.wait_idle(max(deadline - loop.time(), 0.0))
 
 
-async def _dead(error: EngineDeadError, signals: Signals) -> int:
+async def _dead(error: EngineDeadError, signals: Signals) -> Stop:
     logger.error("the engine is dead: %s. Exiting in %g s", error, DEAD_LINGER_S)
     linger = asyncio.ensure_future(asyncio.sleep(DEAD_LINGER_S))
     await _first_of(linger, signals.first.wait())
-    return 1
+    return Stop(1, "the engine is dead")
 
 
 async def _first_of(task: asyncio.Future[Any], event: Any) -> bool:

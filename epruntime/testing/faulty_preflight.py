@@ -7,13 +7,12 @@ for each `preflight` message, so that one pool serves many tests. An absent or e
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from epruntime.comm.identity import receive_bootstrap
+from epruntime.worker.process import rank_process
 
 FAULT_FILE = "EPRUNTIME_TEST_PREFLIGHT"
 
@@ -68,16 +67,5 @@ def make_faulty(slot: int) -> None:
     RankPreflight.answer = answer  # type: ignore[method-assign]
 
 
-def main() -> int:
-    bootstrap = receive_bootstrap()
-    from epruntime.worker.main import configure_logging, run_rank
-
-    configure_logging()
-    make_faulty(bootstrap.slot)
-    return run_rank(bootstrap)
-
-
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    rank_process(make_faulty)

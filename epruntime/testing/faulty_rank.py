@@ -6,10 +6,9 @@ The environment variable FAULT names the fault; the local launcher is told to ru
 from __future__ import annotations
 
 import os
-import sys
 from unittest import mock
 
-from epruntime.comm.identity import receive_bootstrap
+from epruntime.worker.process import rank_process
 
 FAULT = "EPRUNTIME_TEST_FAULT"
 
@@ -46,17 +45,26 @@ def weights_twice() -> None:
     mock.patch.object(dispatch, "combine_rows", twice).start()
 
 
-FAULTS = {"swap": swap_experts, "drop": drop_contribution, "twice": weights_twice}
+def spoil_copies() -> None:
+    """Each slot that holds a further copy of an expert holds the next expert in its place."""
+    from epruntime.moe.placement import Placement
+
+    true = Placement.local_logical
+
+    def local_logical(self, rank):  # type: ignore[no-untyped-def]
+        held = zip(true(self, rank), self.replica_slots(rank), strict=True)
+        return tuple((expert + replica) % self.num_logical for expert, replica in held)
+
+    Placement.local_logical = local_logical  # type: ignore[method-assign]
 
 
-def main() -> int:
-    bootstrap = receive_bootstrap()
-    from epruntime.worker.main import configure_logging, run_rank
+FAULTS = {"swap": swap_experts, "drop": drop_contribution, "twice": weights_twice, "copies": spoil_copies}
 
-    configure_logging()
+
+def break_rank(slot: int) -> None:
+    """Puts the fault into this process."""
     FAULTS[os.environ[FAULT]]()
-    return run_rank(bootstrap)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    rank_process(break_rank)

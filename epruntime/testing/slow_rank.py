@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import time
 from typing import Any
 
-from epruntime.comm.identity import receive_bootstrap
+from epruntime.worker.process import rank_process
 
 SLOW = "EPRUNTIME_TEST_SLOW"
 #: length of the prompt at which a stuck rank gets stuck.
@@ -53,16 +52,5 @@ def slow_down(slot: int) -> None:
             InputBatch.apply = stuck_apply  # type: ignore[method-assign]
 
 
-def main() -> int:
-    bootstrap = receive_bootstrap()
-    from epruntime.worker.main import configure_logging, run_rank
-
-    configure_logging()
-    slow_down(bootstrap.slot)
-    return run_rank(bootstrap)
-
-
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    rank_process(slow_down)

@@ -1,27 +1,8 @@
-"""`python -m epruntime.worker`: a rank started by the local launcher. The bootstrap is read from standard input."""
+"""`python -m epruntime.worker`: a rank started by the local launcher."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-
-from epruntime.comm.identity import receive_bootstrap
-
-
-def main() -> int:
-    bootstrap = receive_bootstrap()  # first: it ties this process to its parent, and what follows imports for seconds
-    from epruntime.worker.main import configure_logging, run_rank
-
-    configure_logging()
-    return run_rank(bootstrap)
-
+from epruntime.worker.process import rank_process
 
 if __name__ == "__main__":
-    code = main()
-    # All that had to be closed is closed. Taking the interpreter apart, with the modules that transformers imported,
-    # would keep the coordinator waiting for seconds.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    rank_process()

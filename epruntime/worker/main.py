@@ -30,6 +30,7 @@ def run_rank(bootstrap: RankBootstrap) -> int:
     Raises:
         HandshakeError: the coordinator was not reached, or refused this rank.
     """
+    configure_logging()
     prepare_process(bootstrap.threads)
     if bootstrap.device == "cuda":
         # Ranks of a host see the same GPUs in the same order (launchers/ray_actor.py says why): each takes its own.
@@ -65,6 +66,6 @@ def prepare_process(threads: int) -> None:
 
 
 def configure_logging() -> None:
-    """Log lines on standard error; the launcher reads them and keeps their level."""
+    """Log lines on standard error; the launcher, or Ray, reads them. A process that has a handler already keeps it."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("epruntime").setLevel(str(envs.get("EPRUNTIME_LOG_LEVEL")))

@@ -119,6 +119,7 @@ class RankLoop:
             self._leave()
 
     def _answer(self, message: Message) -> None:
+        over = bool(self._failure)  # what is refused since then is no news
         try:
             handler = self._handlers.get(message["type"])
             if handler is None:
@@ -130,7 +131,8 @@ class RankLoop:
             raise
         except Exception as error:  # noqa: BLE001 - the coordinator waits for an answer, whatever went wrong
             where = str(self._stamps.read())
-            logger.error("%s failed: %s: %s", where, type(error).__name__, error)
+            level = logging.DEBUG if over and self._failure else logging.ERROR
+            logger.log(level, "%s failed: %s: %s", where, type(error).__name__, error)
             self._control.send(failed(message.get("id", 0), error, where=where))
         finally:
             self._stamps.enter(Phase.IDLE)
