@@ -101,9 +101,10 @@ def test_a_fault_is_seen(family: str, fault: str, case, monkeypatch: pytest.Monk
     path, reference = case(family)
     monkeypatch.setenv(FAULT, fault)
     launcher = LocalLauncher(entry_module="epruntime.testing.faulty_rank")
+    copies = {"num_redundant_experts": 4} if fault == "copies" else {}
     with (
         Ranks(2, launcher=launcher, threads_per_rank=1) as faulty,
-        LLM(path, ranks=faulty, expert_parallel_size=2, **OPTIONS) as llm,
+        LLM(path, ranks=faulty, expert_parallel_size=2, **OPTIONS, **copies) as llm,
     ):
         outputs = llm.generate([{"prompt_token_ids": p} for p in _prompts(family)], PARAMS, use_tqdm=False)
     assert _wrong(outputs, reference)
