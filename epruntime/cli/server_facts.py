@@ -82,7 +82,22 @@ def _server_lines(server: ServerInfo, address: str) -> list[str]:
             f"rank {ep_rank:<5} slot {rank.slot}, host {rank.host}, pid {rank.pid}, incarnation {rank.incarnation}, "
             f"{counted(sum(loads), 'expert row')}"
         )
-    return lines
+    return [*lines, *_placement_lines(server.raw)]
+
+
+def _placement_lines(raw: dict[str, Any]) -> list[str]:
+    """Where experts lie, once ranks have told it."""
+    engine, ranks = raw.get("engine", {}), raw.get("ranks", [])
+    if "expert_placement" not in engine or not all("load" in rank for rank in ranks):
+        return []
+    text = engine["expert_placement"]
+    if ranks:
+        text += f", {', '.join(str(rank['load']['local_experts']) for rank in ranks)} experts of each layer by rank"
+    if redundant := engine["num_redundant_experts"]:
+        layers = [layer for rank in ranks for layer in rank["moe"]["layers"].values()]
+        on_copies = counted(sum(layer["replica_pairs"] for layer in layers), "expert row")
+        text += f", {counted(redundant, 'redundant one')} per layer; {on_copies} on further copies"
+    return [f"placement  {text}"]
 
 
 def _model_lines(model: ModelInfo) -> list[str]:

@@ -24,17 +24,19 @@ from epruntime.sampling_params import SamplingParams
 INFO = {
     "version": "0",
     "model": {"name": "echo", "architecture": "Echo"},
-    "engine": {"expert_parallel_size": 2},
+    "engine": {"expert_parallel_size": 2, "expert_placement": "round_robin", "num_redundant_experts": 2},
     "ranks": [
         {
             "slot": 0, "incarnation": 1, "host": "a", "local_rank": 0, "pid": 10,
-            "moe": {"layers": {"3": {"expert_tokens": [1, 2, 3], "pairs_received": 33},
-                               "11": {"expert_tokens": [0, 0, 9], "pairs_received": 1}}},
+            "load": {"local_experts": 3},
+            "moe": {"layers": {"3": {"expert_tokens": [1, 2, 3], "pairs_received": 33, "replica_pairs": 5},
+                               "11": {"expert_tokens": [0, 0, 9], "pairs_received": 1, "replica_pairs": 0}}},
         },
         {
             "slot": 1, "incarnation": 2, "host": "b", "local_rank": 0, "pid": 11,
-            "moe": {"layers": {"3": {"expert_tokens": [10, 20, 30], "pairs_received": 33},
-                               "11": {"expert_tokens": [1, 0, 0], "pairs_received": 9}}},
+            "load": {"local_experts": 2},
+            "moe": {"layers": {"3": {"expert_tokens": [10, 20, 30], "pairs_received": 33, "replica_pairs": 3},
+                               "11": {"expert_tokens": [1, 0, 0], "pairs_received": 9, "replica_pairs": 4}}},
         },
     ],
 }  # fmt: skip

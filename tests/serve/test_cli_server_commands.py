@@ -96,6 +96,7 @@ def test_info_and_health(capsys, server):
         "slot 1, host b, pid 11, incarnation 2",
         "EchoForCausalLM",
         "3 per layer, top-2",
+        "round_robin, 3, 2 experts of each layer by rank, 2 redundant ones per layer; 12 expert rows on further copies",
     ):
         assert words in out
     code, out, _ = _run(capsys, "info", "--server", server.address, "--json")
