@@ -38,6 +38,10 @@ class SchedulerRequest:
         num_scheduled: leading tokens computed by plans made so far (kept up to date during prefill only).
         due: step whose plan must grant the next KV block (NEVER: none needed before `end`).
         end: last step that can sample a token for it, reached if nothing stops it earlier.
+        recompute: step by which it would pass the length up to which keys have the frequencies of short sequences, so
+            that the plan takes it off the rank to be computed anew (NEVER: it does not).
+        marked: its history stands in the books as one whose keys have the frequencies of long sequences.
+        shares: it may take over blocks of other histories.
         ready_after: a preempted request may be readmitted once the result of this step has been applied.
         num_prompt_logprobs: prompt positions, from the second on, whose log-probabilities have come.
         prompt_logprobs: those, until they are handed out with the first token.
@@ -52,6 +56,9 @@ class SchedulerRequest:
     num_scheduled: int = 0
     due: int = NEVER
     end: int = NEVER
+    recompute: int = NEVER
+    marked: bool = False
+    shares: bool = True
     ready_after: int = -1
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -81,6 +88,8 @@ class SchedulerRequest:
 
         The log-probability of a prompt token comes from computing the token before it.
         """
+        if not self.shares:
+            return 0
         if not self.wants_prompt_logprobs or self.num_prompt_logprobs == self.num_prompt_tokens - 1:
             return NEVER
         return self.num_prompt_logprobs

@@ -20,6 +20,10 @@ Why it cannot get stuck: a request gets all blocks of its known history when it 
 a decode can run out of them. It then waits (`hold`) for blocks in quarantine or of requests about to
 end, and otherwise preempts the running request that arrived last, possibly itself. The one that
 arrived first is preempted by nobody, and one request alone always fits (checked by `add`).
+
+Where keys depend on the length of a sequence (models/info.py, RopeLengths), one that passes the
+original length is preempted once if its keys are to be computed anew, and histories whose keys
+differ share no blocks (history_marks.py).
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from itertools import chain
 import numpy as np
 
 from epruntime.config import SchedulerConfig
+from epruntime.engine.history_marks import marked
 from epruntime.engine.in_flight import InFlightPlan
 from epruntime.engine.kv_cache import make_kv_cache
 from epruntime.engine.request import NEVER, RequestState, SchedulerRequest, StepBuckets
@@ -39,6 +44,7 @@ from epruntime.engine.request_limits import RequestLimits
 from epruntime.engine.scheduler_counters import SchedulerCounters
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import ProtocolError
+from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
 from epruntime.plan import FINISH_ERROR, NewRequest, SamplingSpec, StepPlan, StepResult
 
 
@@ -50,6 +56,7 @@ class GroupScheduler:
             the caller's choice, step by step.
         block_size, num_kv_blocks: geometry of the KV cache. prefix_caching: reuse blocks of equal histories.
         max_model_len: longest prompt plus output in tokens.
+        rope: how keys depend on the length of their sequence.
         generation: stamped on every plan; results of another one are refused.
     """
 
@@ -61,6 +68,7 @@ class GroupScheduler:
         num_kv_blocks: int,
         prefix_caching: bool,
         max_model_len: int,
+        rope: RopeLengths = LENGTH_HAS_NO_EFFECT,
         generation: int = 0,
     ) -> None:
         # every decode needs a token per step, so more sequences than tokens could never run at once
@@ -72,6 +80,7 @@ class GroupScheduler:
         self._kv = make_kv_cache(num_blocks=num_kv_blocks, block_size=block_size, prefix_caching=prefix_caching)
         # the last token is sampled and never computed: hence + 1
         longest = min(max_model_len, num_kv_blocks * block_size + 1)
+        self._rope = rope
         self._limits = RequestLimits(max_model_len=max_model_len, max_request_tokens=longest)
         self._num_added = 0
         self._requests: dict[int, SchedulerRequest] = {}
@@ -82,6 +91,7 @@ class GroupScheduler:
         self._ending: set[SchedulerRequest] = set()
         self._due = StepBuckets()
         self._ends = StepBuckets()
+        self._recomputes = StepBuckets()
         self._drops: list[int] = []
         self._in_flight: deque[InFlightPlan] = deque()
         self._planned_step = -1
@@ -148,8 +158,10 @@ class GroupScheduler:
             num_tokens=num_prompt,
             num_prompt_tokens=num_prompt,
             spec=self._limits.capped(num_prompt, spec),
+            marked=self._rope.beyond(num_prompt),
         )
-        self._kv.add(rid, prompt_token_ids)
+        request.shares = not (request.marked and self._rope.every_length)
+        self._kv.add(rid, marked(prompt_token_ids) if request.marked else prompt_token_ids)
         self._num_added += 1
         self._requests[rid] = self._waiting[rid] = request
 
@@ -171,6 +183,8 @@ class GroupScheduler:
         if self._planned_step >= 0 and step != self._planned_step + 1:
             raise ValueError(f"plan of step {step} asked after that of step {self._planned_step}")
         draft = InFlightPlan(step, self.generation)
+        for request in self._recomputes.pop(step):
+            self._preempt(request)
         preempted = self._grant_due_blocks(draft)
         draft.num_decodes = len(self._decoding) - len(draft.hold)
         budget = self._max_num_batched_tokens - draft.num_decodes
@@ -273,6 +287,8 @@ class GroupScheduler:
         self._ends.discard(request.end, request)
         request.end += 1
         self._ends.add(request.end, request)
+        self._recomputes.discard(request.recompute, request)
+        self._file_recompute(request, request.recompute + 1)
         self._file_due(request, draft.step + 1)
 
     def _preempt(self, request: SchedulerRequest) -> None:
@@ -311,6 +327,13 @@ class GroupScheduler:
         self._ends.add(request.end, request)
         # step + 1 writes position num_tokens, and each later step the next one; the table ends with that block
         self._file_due(request, step + 1 + -request.num_tokens % self._kv.block_size)
+        if self._rope.recompute and not request.marked:
+            self._file_recompute(request, step + 1 + self._rope.longest_original - request.num_tokens)
+
+    def _file_recompute(self, request: SchedulerRequest, step: int) -> None:
+        request.recompute = step if step <= request.end else NEVER
+        if request.recompute != NEVER:
+            self._recomputes.add(step, request)
 
     def _file_due(self, request: SchedulerRequest, step: int) -> None:
         request.due = step if step <= request.end else NEVER
@@ -329,6 +352,8 @@ class GroupScheduler:
             del self._waiting[rid]
             num_cached, block_ids = admitted
             token_ids = array("i", self._kv.token_ids(rid))
+            if request.marked:
+                token_ids = marked(token_ids)
             request.num_tokens, request.num_scheduled = len(token_ids), num_cached
             if self._kv.prefix_caching:
                 self.counters.prefix_query_tokens += len(token_ids)
@@ -351,7 +376,15 @@ class GroupScheduler:
     def _may_enter(self, request: SchedulerRequest) -> bool:
         """Whether the first in the queue could run now, if there are blocks for it."""
         running = len(self._prefilling) + len(self._decoding)
-        return running < self._max_num_seqs and request.ready_after <= self._applied_step
+        if running >= self._max_num_seqs or request.ready_after > self._applied_step:
+            return False
+        if self._rope.recompute and not request.marked and request.rid in self._num_preemptions:
+            token_ids = array("i", self._kv.token_ids(request.rid))
+            if self._rope.beyond(len(token_ids)):
+                self._kv.forget(request.rid)
+                self._kv.add(request.rid, marked(token_ids))
+                request.marked = True
+        return True
 
     def _num_returning_blocks(self) -> int:
         """KV blocks that come back without anyone being preempted."""
@@ -398,4 +431,6 @@ class GroupScheduler:
             self._decoding.remove(request)
             self._ends.discard(request.end, request)
             self._due.discard(request.due, request)
+            self._recomputes.discard(request.recompute, request)
+            request.recompute = NEVER
         self._kv.release(request.rid, last_touched)

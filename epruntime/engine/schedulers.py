@@ -9,6 +9,7 @@ from epruntime.config import EngineConfig
 from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.processor import Limits
 from epruntime.engine.scheduler import GroupScheduler
+from epruntime.models.info import RopeLengths
 
 logger = logging.getLogger("epruntime.engine.schedulers")
 
@@ -21,6 +22,7 @@ def make_schedulers(config: EngineConfig, group: ModelGroup) -> list[GroupSchedu
             num_kv_blocks=blocks,
             prefix_caching=config.cache.enable_prefix_caching,
             max_model_len=group.max_model_len,
+            rope=RopeLengths(**group.info["rope"]),
             generation=group.generation,
         )
         for blocks in group.num_kv_blocks

@@ -26,6 +26,8 @@ class ForwardBatch:
         block_tables_SB: int32 [S, B], KV block ids in position order; entries past a sequence's length
             are never read.
         logits_rows_N: int64 [N], rows whose logits are wanted; may repeat, may be padded by the caller.
+        rope_lens_S: int32 [S], length by which a sequence's rotary frequencies are chosen, in tokens; the row at
+            position p takes max(rope_lens[s], p + 1). None will do for models whose frequencies do not depend on it.
         num_tokens: valid leading rows. An idle rank passes 0 with T=1, S=0, N=0.
     """
 
@@ -37,6 +39,7 @@ class ForwardBatch:
     block_tables_SB: torch.Tensor
     logits_rows_N: torch.Tensor
     num_tokens: int
+    rope_lens_S: torch.Tensor | None = None
 
     @classmethod
     def idle(cls) -> ForwardBatch:
@@ -50,4 +53,5 @@ class ForwardBatch:
             block_tables_SB=torch.zeros(0, 1, dtype=torch.int32),
             logits_rows_N=torch.zeros(0, dtype=torch.int64),
             num_tokens=0,
+            rope_lens_S=torch.zeros(0, dtype=torch.int32),
         )

@@ -36,6 +36,29 @@ class KVLayerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeLengths:
+    """How rotary frequencies, and with them keys, depend on the length of a sequence; by default they do not.
+
+    Attributes:
+        longest_original: longest sequence, in tokens, with the frequencies of short ones; 0: all have the same.
+        every_length: beyond it each length has frequencies of its own (dynamic NTK); else all share one set (longrope).
+        recompute: a sequence that grows beyond it is computed anew, so that all its keys have the same frequencies;
+            else keys keep those that they were written with.
+    """
+
+    longest_original: int = 0
+    every_length: bool = False
+    recompute: bool = False
+
+    def beyond(self, num_tokens: int) -> bool:
+        """Does a sequence of so many tokens have other frequencies than a short one?"""
+        return 0 < self.longest_original < num_tokens
+
+
+LENGTH_HAS_NO_EFFECT = RopeLengths()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """A checkpoint that was inspected and not refused.
 
@@ -55,6 +78,7 @@ class ModelInfo:
         ignored_sampling: field of generation_config.json -> why its value makes no sense.
         shared_bytes: of the parameters that every rank holds, as they are kept in memory.
         expert_bytes: (number of experts, bytes of one) of each MoE layer.
+        rope: how keys depend on the length of their sequence.
     """
 
     architecture: str
@@ -75,6 +99,7 @@ class ModelInfo:
     ignored_sampling: dict[str, str] = field(default_factory=dict)
     shared_bytes: int = 0
     expert_bytes: tuple[tuple[int, int], ...] = ()
+    rope: RopeLengths = LENGTH_HAS_NO_EFFECT
 
     @property
     def dtype_bytes(self) -> int:
@@ -100,6 +125,7 @@ class ModelInfo:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelInfo:
         values = dict(data)
+        values["rope"] = RopeLengths(**values["rope"])
         values["kv_layers"] = tuple(KVLayerInfo(**layer) for layer in values["kv_layers"])
         for name in ("moe_layers", "eos_token_ids"):
             values[name] = tuple(values[name])

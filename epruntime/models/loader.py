@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, families, refusal
+from epruntime.models import adapter, families, refusal, rope
 from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
 from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config, split_rows
 from epruntime.models.conversions import Conversions
 from epruntime.models.generation_config import read_generation_config
-from epruntime.models.info import KVLayerInfo, ModelInfo
+from epruntime.models.info import KVLayerInfo, ModelInfo, RopeLengths
 from epruntime.models.loaded import LoadedModel, LoadReport
 from epruntime.models.probe import Probe, features_of, run_probe
 from epruntime.models.safetensors import RangeReader
@@ -51,6 +51,8 @@ class _Structure:
     probe: Probe
     kv_layers: tuple[KVLayerInfo, ...]
     moe_layers: tuple[int, ...]
+    rotary: tuple[rope.RotaryByLength, ...]
+    rope: RopeLengths
 
     @property
     def features(self) -> frozenset[str]:
@@ -112,6 +114,8 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     refusal.check_has_experts(model, config, experts)
     adapter.check_forward_arguments(model)
     refusal.check_rope(model)
+    rotary = rope.wrap(model)
+    rope_lengths = rope.lengths_of(rotary, where=where)
     try:
         probe = run_probe(model)
         num_layers = int(config.num_hidden_layers)
@@ -130,7 +134,14 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
         raise UnsupportedModelError(f"{where}: {kind} has layers with several groups of routed experts")
     modules = dict(model.named_modules())
     kv_layers = tuple(kv_layer_of(call, modules[call.module_name]) for call in probe.attention)
-    return _Structure(experts=experts, probe=probe, kv_layers=kv_layers, moe_layers=tuple(sorted(indices)))
+    return _Structure(
+        experts=experts,
+        probe=probe,
+        kv_layers=kv_layers,
+        moe_layers=tuple(sorted(indices)),
+        rotary=tuple(rotary),
+        rope=rope_lengths,
+    )
 
 
 def features_of_model(model: Any, config: Any) -> frozenset[str]:
@@ -168,7 +179,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         vocab_size=int(config.vocab_size),
         hidden_size=int(config.hidden_size),
         num_layers=len(structure.kv_layers),
-        max_position_embeddings=int(config.max_position_embeddings),
+        max_position_embeddings=rope.longest_sequence(config),
         num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
@@ -180,6 +191,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         ignored_sampling=dict(generation.ignored),
         shared_bytes=shared_bytes,
         expert_bytes=expert_bytes,
+        rope=structure.rope,
     )
     return _Blueprint(
         checkpoint=checkpoint,
@@ -275,6 +287,8 @@ def load_model(
         object.__setattr__(
             module, adapter.EXPERTS_ATTRIBUTE, moe.make_layer(adapter.layer_index(name), num_experts, weights)
         )
+    for rotary in drawn.structure.rotary:
+        rotary.serve(state)
     adapter.use_hooks(model, adapter.SERVE)
     report = LoadReport(
         needed_bytes=total,

@@ -44,8 +44,6 @@ REFUSED: dict[str, str] = {
 _COMPRESSED = "its attention compresses keys over several tokens"
 REFUSED_PART: dict[str, str] = {t: _COMPRESSED if t == "deepseek_v4" else _LINEAR for t in PARTLY}
 
-#: Rotary embeddings whose frequencies transformers derives from the longest position in the batch.
-BATCH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "thinker_config", "vision_tower_config")
 
 
@@ -156,19 +154,11 @@ def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModel
 
 
 def check_rope(model: torch.nn.Module) -> None:
-    """Refuses rotary embeddings that depend on batch-mates, and types that no test covers."""
-    kinds = adapter.rope_types(model)
-    name = type(model).__name__
-    bad = sorted(kinds & BATCH_DEPENDENT_ROPE)
-    if bad:
-        raise UnsupportedModelError(
-            f"{name}: its rotary embedding ({', '.join(bad)}) takes its frequencies from the "
-            "longest position in the batch: a request's tokens would depend on its batch-mates"
-        )
-    unknown = sorted(kinds - COVERED_ROPE_TYPES)
+    """Refuses rotary embeddings of types that no test covers."""
+    unknown = sorted(adapter.rope_types(model) - COVERED_ROPE_TYPES)
     if unknown:
         raise UnsupportedModelError(
-            f"{name}: no conformance test covers rotary embeddings of type {', '.join(unknown)}"
+            f"{type(model).__name__}: no conformance test covers rotary embeddings of type {', '.join(unknown)}"
         )
 
 

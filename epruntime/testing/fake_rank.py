@@ -6,6 +6,8 @@ position of the request's table must hold the hash of the request's own prefix. 
 function of the hashes *read from the cache*, of the seed and of the position; `unbatched` gives the
 same function of the request alone. Whatever goes wrong with blocks thus shows twice: as a broken
 rule (PlanViolation, unless `check=False`) and as a wrong token.
+
+Where keys depend on the length of a sequence (RopeLengths), so does the hash of a position.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
+from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
 from epruntime.plan import (
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -36,9 +38,23 @@ class PlanViolation(AssertionError):
     """A plan broke a rule of plan.py, or made a request see foreign KV."""
 
 
-def extend(history: int, token: int) -> int:
-    """Hash of a history and one more token. Integers hash the same in every process."""
-    return hash((history, token)) | 1  # never _EMPTY
+def extend(history: int, token: int, frequencies: int = 0) -> int:
+    """Hash of a history and one more token, with its frequencies. Integers hash the same in every process."""
+    return hash((history, token, frequencies) if frequencies else (history, token)) | 1  # never _EMPTY
+
+
+def frequencies_of(rope: RopeLengths, length: int) -> int:
+    """Which frequencies a sequence of so many tokens has: 0 those of short ones."""
+    return (length if rope.every_length else 1) if rope.beyond(length) else 0
+
+
+def hashes(tokens: Sequence[int], num_prompt_tokens: int, rope: RopeLengths) -> list[int]:
+    """Of a sequence computed alone, at every position."""
+    start = len(tokens) if rope.recompute else num_prompt_tokens
+    seen: list[int] = []
+    for i, token in enumerate(tokens):
+        seen.append(extend(seen[-1] if seen else _EMPTY, token, frequencies_of(rope, max(start, i + 1))))
+    return seen
 
 
 def pick(spec: SamplingSpec, seen: Sequence[int], vocab_size: int, num_output_tokens: int) -> int:
@@ -53,13 +69,12 @@ def prompt_logprob(seen: int, token: int) -> TokenLogprobs:
     return TokenLogprobs(chosen=-float(hash((seen, token)) % 2**20))
 
 
-def unbatched_prompt_logprobs(prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+def unbatched_prompt_logprobs(
+    prompt: Sequence[int], rope: RopeLengths = LENGTH_HAS_NO_EFFECT
+) -> tuple[TokenLogprobs, ...]:
     """Of one request computed alone: an entry for each prompt token from the second on."""
-    entries, seen = [], _EMPTY
-    for before, token in pairwise(prompt):
-        seen = extend(seen, before)
-        entries.append(prompt_logprob(seen, token))
-    return tuple(entries)
+    seen = hashes(prompt, len(prompt), rope)
+    return tuple(prompt_logprob(before, token) for before, token in zip(seen, prompt[1:], strict=False))
 
 
 def finish_code(spec: SamplingSpec, token: int, num_output_tokens: int) -> int:
@@ -68,18 +83,17 @@ def finish_code(spec: SamplingSpec, token: int, num_output_tokens: int) -> int:
     return FINISH_LENGTH if num_output_tokens >= spec.max_tokens else FINISH_NONE
 
 
-def unbatched(prompt: Sequence[int], spec: SamplingSpec, vocab_size: int) -> tuple[list[int], int]:
+def unbatched(
+    prompt: Sequence[int], spec: SamplingSpec, vocab_size: int, rope: RopeLengths = LENGTH_HAS_NO_EFFECT
+) -> tuple[list[int], int]:
     """(output tokens, FINISH_*) of one request computed alone: what any schedule must give."""
-    seen: list[int] = []
-    for token in prompt:
-        seen.append(extend(seen[-1] if seen else _EMPTY, token))
     output: list[int] = []
     while True:
+        seen = hashes([*prompt, *output], len(prompt), rope)
         output.append(pick(spec, seen, vocab_size, len(output)))
         finish = finish_code(spec, output[-1], len(output))
         if finish != FINISH_NONE:
             return output, finish
-        seen.append(extend(seen[-1], output[-1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +105,8 @@ class _Request:
     table: list[int]
     num_computed: int
     num_prompt_logprobs: int
+    rope: RopeLengths
+    rope_len: int
     decoding: bool = False
 
     @property
@@ -99,7 +115,8 @@ class _Request:
         return range(self.num_prompt_logprobs + 1, self.num_prompt_tokens if self.spec.prompt_logprobs >= 0 else 0)
 
     def append(self, token: int) -> None:
-        self.history.append(extend(self.history[-1] if self.history else _EMPTY, token))
+        frequencies = frequencies_of(self.rope, max(self.rope_len, len(self.tokens) + 1))
+        self.history.append(extend(self.history[-1] if self.history else _EMPTY, token, frequencies))
         self.tokens.append(token)
 
 
@@ -119,6 +136,7 @@ class FakeRank:
         late: do all that a rank may do until the result of a step is out: its KV writes land (once more)
             at that moment, and a request that stopped in a step still runs in the next one if that was
             already there, as where the host learns of a stop one step late.
+        rope: how keys depend on the length of their sequence.
         check: raise PlanViolation at the first broken rule. Without it only wrong tokens betray a fault.
     """
 
@@ -133,7 +151,9 @@ class FakeRank:
         generation: int = 0,
         late: bool = False,
         check: bool = True,
+        rope: RopeLengths = LENGTH_HAS_NO_EFFECT,
     ) -> None:
+        self.rope = rope
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.generation, self.late, self.check = generation, late, check
@@ -235,8 +255,7 @@ class FakeRank:
                     requests[rid].table.extend(blocks)
         return refused
 
-    @staticmethod
-    def _make(new: NewRequest) -> _Request:
+    def _make(self, new: NewRequest) -> _Request:
         request = _Request(
             spec=new.sampling,
             num_prompt_tokens=new.num_prompt_tokens,
@@ -245,6 +264,8 @@ class FakeRank:
             table=list(new.block_ids),
             num_computed=new.num_computed_tokens,
             num_prompt_logprobs=new.num_prompt_logprobs,
+            rope=self.rope,
+            rope_len=len(new.token_ids) if self.rope.recompute else new.num_prompt_tokens,
         )
         for token in new.token_ids:
             request.append(token)

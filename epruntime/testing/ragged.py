@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from epruntime.comm.local import LocalTransport
 from epruntime.comm.transport import GroupInfo
+from epruntime.models import adapter
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.loaded import LoadedModel
 from epruntime.moe.placement import contiguous
@@ -35,10 +36,20 @@ SCHEDULE: tuple[tuple[tuple[str, int], ...], ...] = (
 
 
 class RaggedDriver:
-    """Keeps block tables of a few sequences over one model's cache."""
+    """Keeps block tables of a few sequences over one model's cache.
+
+    Args:
+        rope_lens: ForwardBatch.rope_lens_S by sequence: the length that it had when it came; 1 where it is not named.
+    """
 
     def __init__(
-        self, model: LoadedModel, *, num_blocks: int = 48, block_size: int = 4, row_multiple: int = 32
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 48,
+        block_size: int = 4,
+        row_multiple: int = 32,
+        rope_lens: Mapping[str, int] | None = None,
     ) -> None:
         self.model, self.block_size, self.row_multiple = model, block_size, row_multiple
         model.allocate_kv(num_blocks, block_size)
@@ -49,6 +60,7 @@ class RaggedDriver:
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: Counter[str] = Counter()
+        self._rope_lens = rope_lens or {}
 
     def step(self, items: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Computes new tokens (int64 [n]) of some sequences; returns logits [n, V] of each."""
@@ -83,6 +95,7 @@ class RaggedDriver:
                 block_tables_SB=tables,
                 logits_rows_N=torch.cat((torch.arange(total), torch.zeros(padding, dtype=torch.int64))),
                 num_tokens=total,
+                rope_lens_S=torch.tensor([self._rope_lens.get(name, 1) for name, _ in items], dtype=torch.int32),
             )
         )
         return [logits[starts[i] : starts[i + 1]] for i in range(len(items))]
@@ -138,7 +151,14 @@ def reference_logits(
     reference.set_attn_implementation("eager")
     reference.set_experts_implementation("eager")
     with torch.inference_mode():
-        return {name: reference(input_ids=ids[None], use_cache=False).logits[0] for name, ids in sequences.items()}
+        return {
+            name: fresh(reference)(input_ids=ids[None], use_cache=False).logits[0] for name, ids in sequences.items()
+        }
+
+
+def fresh(reference: Any) -> Any:
+    """The model as it is before any forward: dynamic rotary embeddings remember the longest sequence so far."""
+    return copy.deepcopy(reference) if "dynamic" in adapter.rope_types(reference) else reference
 
 
 def compare(
@@ -154,7 +174,8 @@ def compare(
     sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
     exact = reference_logits(reference, sequences, torch.float64)
     eager = reference_logits(reference, sequences)
-    driver = RaggedDriver(model, num_blocks=num_blocks, block_size=block_size)
+    lengths = {name: len(ids) for name, ids in sequences.items()}
+    driver = RaggedDriver(model, num_blocks=num_blocks, block_size=block_size, rope_lens=lengths)
     done: Counter[str] = Counter()
     errors, eager_errors = [], []
     for items in schedule:

@@ -15,6 +15,7 @@ from epruntime.engine.kv_reference import ReferenceKVCache
 from epruntime.engine.router import Router
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.token_updates import TokenUpdate
+from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
 from epruntime.plan import FINISH_ERROR, FINISH_NONE, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from epruntime.testing.fake_rank import FakeRank, unbatched, unbatched_prompt_logprobs
 from epruntime.testing.mirrored_kv import MirroredKVCache
@@ -65,7 +66,7 @@ class SchedulerSim:
 
     Args:
         mirrored: keep the KV books in C++ too, and compare; else in Python only.
-        late, check: see FakeRank.
+        late, check, rope: see FakeRank.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class SchedulerSim:
         late: bool = False,
         check: bool = True,
         mirrored: bool = True,
+        rope: RopeLengths = LENGTH_HAS_NO_EFFECT,
     ) -> None:
+        self.rope = rope
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.depth = depth
         self.schedulers = [
@@ -92,6 +95,7 @@ class SchedulerSim:
                 num_kv_blocks=num_kv_blocks,
                 prefix_caching=prefix_caching,
                 max_model_len=max_model_len,
+                rope=rope,
             )
             for _ in range(num_groups)
         ]
@@ -107,6 +111,7 @@ class SchedulerSim:
                 vocab_size=VOCAB_SIZE,
                 late=late,
                 check=check,
+                rope=rope,
             )
             for _ in range(num_groups)
         ]
@@ -189,6 +194,7 @@ class SchedulerSim:
             assert scheduler.kv_usage == 0.0
             assert not scheduler._due._buckets
             assert not scheduler._ends._buckets
+            assert not scheduler._recomputes._buckets
         assert set(self.router.loads) == {0}
         self.check_outputs()
 
@@ -199,12 +205,12 @@ class SchedulerSim:
         """
         for rid, (prompt, spec) in self.prompts.items():
             asked = spec.prompt_logprobs >= 0 and self.outputs[rid]
-            expected = unbatched_prompt_logprobs(prompt) if asked else None
+            expected = unbatched_prompt_logprobs(prompt, self.rope) if asked else None
             assert self.prompt_logprobs.get(rid) == expected, f"request {rid}"
             if self.ended.get(rid) == FINISH_ERROR:
                 assert not self.outputs[rid]
                 continue
-            tokens, finish = unbatched(prompt, spec, VOCAB_SIZE)
+            tokens, finish = unbatched(prompt, spec, VOCAB_SIZE, self.rope)
             if rid in self.ended and self.ended[rid] >= 0:
                 assert (self.outputs[rid], self.ended[rid]) == (tokens, finish), f"request {rid}"
             else:

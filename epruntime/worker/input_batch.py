@@ -14,6 +14,7 @@ import torch
 
 from epruntime.errors import ProtocolError
 from epruntime.models.batch import ForwardBatch
+from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
 from epruntime.ops.padding import padded_rows
 from epruntime.plan import NewRequest, StepPlan
 from epruntime.worker.request import RankRequest
@@ -67,6 +68,7 @@ class InputBatch:
         max_model_len: longest history.
         vocab_size: token ids are below this.
         strict: pad the flat batch and the logits rows so that a row's bits do not depend on their count.
+        rope: how keys depend on the length of their sequence.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class InputBatch:
         max_model_len: int,
         vocab_size: int,
         strict: bool,
+        rope: RopeLengths = LENGTH_HAS_NO_EFFECT,
     ) -> None:
         self._requests: dict[int, RankRequest] = {}
         self._ended: dict[int, int] = {}  # rid -> step in which it ended here, oldest first
         self._block_size, self._num_kv_blocks = block_size, num_kv_blocks
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
+        self._rope, self._rope_lens_S = rope, np.zeros(max_num_batched_tokens, np.int32)
         self._vocab_size, self.strict = vocab_size, strict
         rows = padded_rows(max_num_batched_tokens, strict=strict)
         self._input_ids_T = np.zeros(rows, np.int64)
@@ -122,7 +126,7 @@ class InputBatch:
                 refused[new.rid] = f"token id {outside} is outside the model's vocabulary of {self._vocab_size}"
                 self._ended[new.rid] = plan.step
                 continue
-            entered = RankRequest(new, max_model_len=self._max_model_len)
+            entered = RankRequest(new, max_model_len=self._max_model_len, rope=self._rope)
             if entered.num_missing_prompt_logprobs > 0 and new.num_computed_tokens > new.num_prompt_logprobs:
                 raise ProtocolError(
                     f"plan of step {plan.step}: request {new.rid} wants log-probabilities of its prompt from position "
@@ -169,6 +173,7 @@ class InputBatch:
             request.num_computed += count
             self._query_starts_S1[sequences + 1] = row
             self._seq_lens_S[sequences] = request.num_computed
+            self._rope_lens_S[sequences] = request.rope_len
             sequences += 1
             scheduled.append(request)
             widest = max(widest, -(-request.num_computed // self._block_size))
@@ -236,6 +241,7 @@ class InputBatch:
             block_tables_SB=torch.from_numpy(tables_SB),
             logits_rows_N=torch.from_numpy(self._logits_rows_N[:num_logits]),
             num_tokens=num_tokens,
+            rope_lens_S=torch.from_numpy(self._rope_lens_S[:sequences]),
         )
 
     def _outside_vocabulary(self, new: NewRequest) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from epruntime.models.info import RopeLengths
 from epruntime.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, NewRequest, SamplingSpec
 from epruntime.worker.logit_adjuster import LogitAdjuster
 
@@ -19,21 +20,24 @@ class RankRequest:
         decoding: it has sampled on this rank, and so computes its last token in every step unasked.
         sampling: its SamplingSpec.
         adjuster: what changes its logits before it samples; None if nothing does.
+        rope_len: length, in tokens, by which its rotary frequencies are chosen, where a model's depend on it.
         num_prompt_logprobs: prompt positions, from the second on, whose log-probabilities have been reported.
     """
 
     __slots__ = (
         "_blocks", "_max_tokens", "_num_blocks", "_num_prompt_tokens", "_stop_ids", "_tokens", "adjuster", "decoding",
-        "num_computed", "num_prompt_logprobs", "num_tokens", "rid", "sampling",
+        "num_computed", "num_prompt_logprobs", "num_tokens", "rid", "rope_len", "sampling",
     )  # fmt: skip
 
-    def __init__(self, new: NewRequest, *, max_model_len: int) -> None:
+    def __init__(self, new: NewRequest, *, max_model_len: int, rope: RopeLengths) -> None:
         self.rid = new.rid
         self.sampling: SamplingSpec = new.sampling
         self.num_tokens = len(new.token_ids)
         self.num_computed = new.num_computed_tokens
         self.num_prompt_logprobs = new.num_prompt_logprobs
         self.decoding = False
+        # one that passes the original length and is recomputed then comes again with its whole history
+        self.rope_len = self.num_tokens if rope.recompute else new.num_prompt_tokens
         self._num_prompt_tokens = new.num_prompt_tokens
         self._max_tokens = min(new.num_prompt_tokens + new.sampling.max_tokens, max_model_len)
         self._stop_ids = frozenset(new.sampling.stop_ids)

@@ -30,6 +30,15 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 16,
+}
+_MSCALES = {"short_mscale": 1.1, "long_mscale": 1.4}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 #: Variants beyond each type's tiny default.
@@ -38,6 +47,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 6},
         {"rope_parameters": _LLAMA3},
         {"rope_parameters": _LINEAR},
+        {"rope_parameters": _LONGROPE},
+        {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16},
         {
             "num_local_experts": 5,
             "hidden_size": 48,
@@ -74,6 +85,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
         {"q_lora_rank": 0},
         {"first_k_dense_replace": 0},
+        {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16},
     ],
     "deepseek_v3": [
         {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -95,10 +107,23 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 3, "layer_types": _ALTERNATE},
         {"num_local_experts": 5, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 1},
     ],
-    "phimoe": [{"sliding_window": 6}, {"attention_bias": True}, {"lm_head_bias": True}],
+    "phimoe": [
+        {"sliding_window": 6},
+        {"attention_bias": True},
+        {"lm_head_bias": True},
+        {"rope_parameters": {**_LONGROPE, **_MSCALES}},
+    ],
     "ernie4_5_moe": [{"use_bias": True}, {"moe_layer_start_index": 0}],
     "cohere2_moe": [{"layer_types": _ALTERNATE}],
-    "laguna": [{"layer_types": _ALTERNATE}, {"gating": False}, {"num_attention_heads_per_layer": [4, 2, 8]}],
+    "laguna": [
+        {"layer_types": _ALTERNATE},
+        {"gating": False},
+        {"num_attention_heads_per_layer": [4, 2, 8]},
+        {
+            "layer_types": _ALTERNATE,
+            "rope_parameters": {"full_attention": _LONGROPE, "sliding_attention": {"rope_theta": 1e4}},
+        },
+    ],
     "mellum": [{"layer_types": _ALTERNATE, "sliding_window": 5}, {"mlp_layer_types": ["dense", "sparse", "sparse"]}],
     "dots1": [{"layer_types": _ALTERNATE, "sliding_window": 5}],
     "flint": [{"layer_types": _ALTERNATE, "sliding_window": 5}],

@@ -26,6 +26,7 @@ INFO: dict[str, Any] = {
     "architecture": "FakeForCausalLM", "model_type": "fake", "dtype": "float32", "vocab_size": VOCAB,
     "hidden_size": 8, "num_layers": 2, "max_position_embeddings": MAX_MODEL_LEN, "num_experts": 4, "top_k": 2,
     "moe_layers": (1,), "eos_token_ids": (), "kv_layers": (), "num_parameters": 10, "checkpoint_bytes": 40,
+    "rope": {},
 }  # fmt: skip
 
 

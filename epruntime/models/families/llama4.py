@@ -14,6 +14,7 @@ import torch
 
 from epruntime.models.families.experts import InterfaceExperts, modules_of
 from epruntime.models.families.layout import Layout
+from epruntime.models.rope import longest_sequence
 
 #: Attribute of an attention module: fp32 [N], the factor on the queries by floor((position + 1) / floor_scale).
 TEMPERATURES, FLOOR_SCALE = "_epruntime_temperatures", "floor_scale"
@@ -51,6 +52,6 @@ def temperatures(attention: Any, config: Any) -> torch.Tensor:
 
     Computed once: the same position has the same factor, to the bit, in whatever batch it is.
     """
-    most = int(config.max_position_embeddings // attention.floor_scale) + 2
+    most = int(longest_sequence(config) // attention.floor_scale) + 2
     with torch.device("cpu"):
         return torch.log1p(torch.arange(most, dtype=torch.float32)) * attention.attn_scale + 1.0
