@@ -28,8 +28,8 @@ CASES: dict[str, str] = {
 class VerifyConfig:
     """What is varied, and on which prompts."""
 
-    num_prompts: int = option(16, "different requests; half of them greedy, half of them sampled with a seed")
-    max_tokens: int = option(12, "output tokens per request; less where the model's length leaves no room")
+    num_prompts: int = option(12, "different requests; half of them greedy, half of them sampled with a seed")
+    max_tokens: int = option(8, "output tokens per request; less where the model's length leaves no room")
     max_prompt_tokens: int = option(48, "longest prompt; raise it above a sliding window to see beyond the window")
     seed: int | None = option(None, "of the random prompts; default: drawn, and printed so that it can be repeated")
     prompts_file: str | None = option(None, "text file with a prompt on each line, in place of random token ids")

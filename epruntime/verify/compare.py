@@ -139,17 +139,22 @@ def first_difference(expected: Output, got: Output, num_tokens: int) -> Differen
         a, b = expected.logprobs[position], got.logprobs[position]
         tokens = (expected.tokens[position], got.tokens[position])
         if tokens[0] != tokens[1] or entry_bytes(a) != entry_bytes(b):
-            return at("output", position, expected_token=tokens[0], got_token=tokens[1], **_logprobs(a, b))
+            logprobs = _logprobs(a, b) if tokens[0] == tokens[1] else _chosen(a, b)
+            return at("output", position, expected_token=tokens[0], got_token=tokens[1], **logprobs)
     if expected.error != got.error or len(got.tokens) < num_tokens <= len(expected.tokens):
         note = f"it ended with {got.error or 'fewer tokens'!r}, expected {expected.error or f'{num_tokens} tokens'!r}"
         return at("end", len(got.tokens), note=note)
     return None
 
 
+def _chosen(expected: TokenLogprobs, got: TokenLogprobs) -> dict[str, Any]:
+    return {"expected_logprob": expected.chosen, "got_logprob": got.chosen}
+
+
 def _logprobs(expected: TokenLogprobs, got: TokenLogprobs) -> dict[str, Any]:
     """The chosen token's, or those of the most likely tokens where it does not differ."""
     if entry_bytes(TokenLogprobs(chosen=expected.chosen)) != entry_bytes(TokenLogprobs(chosen=got.chosen)):
-        return {"expected_logprob": expected.chosen, "got_logprob": got.chosen}
+        return _chosen(expected, got)
     for a, b, x, y in zip(expected.top_ids, got.top_ids, expected.top_values, got.top_values, strict=False):
         if (a, x) != (b, y):
             note = f"among the most likely tokens {b} ({y!r}), expected {a} ({x!r})"

@@ -1,0 +1,166 @@
+"""`epruntime verify` on tiny models: what holds is reported as proven, and what a rank does wrong is found and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epruntime.cli.main import main
+from epruntime.config.verify import CASES
+from epruntime.engine.ranks import Ranks
+from epruntime.launchers.local import LocalLauncher
+from epruntime.testing import faulty_rank, faulty_verify
+from epruntime.testing.tiny_models import build, save
+from epruntime.verify import VerifyConfig, VerifyReport, verify
+
+SMALL: dict[str, Any] = {"num_prompts": 6, "max_tokens": 6, "max_prompt_tokens": 20, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save(build("mixtral")[1], tmp_path_factory.mktemp("mixtral")))
+
+
+def _faulty(fault: str, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1) -> Ranks:
+    monkeypatch.setenv(faulty_verify.FAULT, fault)
+    launcher = LocalLauncher(entry_module="epruntime.testing.faulty_verify")
+    return Ranks(num_ranks, launcher=launcher, threads_per_rank=1)
+
+
+def _statuses(report: VerifyReport) -> dict[str, str]:
+    return {case.name: case.status for case in report.cases}
+
+
+def test_all_cases_are_proven(mixtral: str, ranks: Ranks) -> None:
+    options = VerifyConfig(**SMALL, trace_layers=True, against="transformers", expert_parallel_sizes="1,2,3")
+    lines: list[str] = []
+    report = verify(mixtral, options, ranks=ranks, progress=lines.append, expert_parallel_size=2)
+    statuses = _statuses(report)
+    assert {name.partition("-")[0].replace("size", "sizes").replace("ss", "s") for name in statuses} == {
+        "alone",
+        *CASES,
+    }
+    assert statuses.pop("alone") == "baseline"
+    assert set(statuses.values()) == {"identical"}, report.summary
+    assert {"threads-2", "size-1", "size-3"} <= set(statuses)
+    assert report.exit_code == 0
+    # what covers all that the baseline covers has its hash
+    whole = {case.digest for case in report.cases if case.name != "rows"}
+    assert len(whole) == 1
+    # the control is found in the very layer that was made to depend on the batch, at the first token after the prompt
+    control = report.control
+    assert control.status == "caught"
+    assert control.difference is not None
+    assert control.difference.layer == "1"
+    assert control.difference.layer_position is not None
+    assert report.against is not None
+    assert report.against.ok
+    assert report.against.num_tokens == 3 * 6
+    assert not report.against.different_tokens
+    assert report.against.largest_difference < 1e-3
+    assert any("num_redundant_experts" in line for line in lines)
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("gpt_oss", "float32"), ("deepseek_v3", "bfloat16")])
+def test_other_families(model_type: str, dtype: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = str(save(build(model_type, dtype=getattr(torch, dtype))[1], tmp_path))
+    options = VerifyConfig(**SMALL, cases="batch,chunks,preempted,rounds", against="transformers")
+    report = verify(path, options, ranks=ranks, expert_parallel_size=3)
+    assert list(_statuses(report).values()) == ["baseline"] + ["identical"] * 4, report.summary
+    assert report.exit_code == 0
+    assert report.against is not None
+    assert report.against.ok, str(report.against)
+
+
+def test_lengths_of_a_few_tokens(mixtral: str, ranks: Ranks) -> None:
+    options = VerifyConfig(seed=3, cases="batch,rows,chunks,preempted,prefix,rounds")
+    report = verify(mixtral, options, ranks=ranks, max_model_len=10)
+    assert report.exit_code == 0, report.summary
+    # where nothing can be chunked that is said, and not taken for proof
+    report = verify(mixtral, VerifyConfig(seed=3, cases="batch,chunks"), ranks=ranks, max_model_len=2)
+    assert _statuses(report)["chunks"] == "not exercised"
+    assert report.exit_code == 3
+
+
+def test_a_row_that_depends_on_its_place_is_found(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _faulty("crowded_row", monkeypatch) as wrong:
+        options = VerifyConfig(
+            **{**SMALL, "max_prompt_tokens": faulty_verify.ROW}, cases="batch,rows", trace_layers=True
+        )
+        report = verify(mixtral, options, ranks=wrong)
+    assert report.exit_code == 1
+    statuses = _statuses(report)
+    assert statuses == {"alone": "baseline", "batch": "different", "rows": "different"}
+    for case in report.cases[1:]:
+        found = case.difference
+        assert found is not None
+        # prompts are too short for that row: alone nothing is wrong. The first request has the first rows of a batch
+        assert found.layer == str(faulty_verify.LAYER)
+        assert found.request > 0 or case.name == "rows"
+    assert report.cases[1].digest != report.cases[0].digest
+
+
+def test_a_rank_that_computes_otherwise_is_found(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _faulty("other_rank", monkeypatch, 2) as wrong:
+        options = VerifyConfig(**SMALL, cases="pipeline,ranks", trace_layers=True)
+        report = verify(mixtral, options, ranks=wrong, expert_parallel_size=2)
+    assert _statuses(report) == {"alone": "baseline", "pipeline": "identical", "ranks": "different"}
+    found = report.cases[-1].difference
+    assert found is not None
+    # in reverse order the last request comes first, and it was alone on the other rank
+    assert (found.request, found.layer, found.layer_position) == (5, "2", 0)
+    assert report.exit_code == 1
+
+
+def test_a_control_that_is_not_caught_fails(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _faulty("no_control", monkeypatch) as wrong:
+        report = verify(mixtral, VerifyConfig(**SMALL, cases="batch"), ranks=wrong)
+    assert _statuses(report)["batch"] == "identical"
+    assert report.control.status == "not caught"
+    assert report.exit_code == 3
+    assert "nothing is proven" in report.summary
+
+
+def test_what_transformers_computes_otherwise_fails(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routing weights applied twice: the same in every batch, and wrong."""
+    monkeypatch.setenv(faulty_rank.FAULT, "twice")
+    launcher = LocalLauncher(entry_module="epruntime.testing.faulty_rank")
+    with Ranks(1, launcher=launcher, threads_per_rank=1) as wrong:
+        report = verify(mixtral, VerifyConfig(**SMALL, cases="batch", against="transformers"), ranks=wrong)
+    assert _statuses(report)["batch"] == "identical"
+    assert report.against is not None
+    assert not report.against.ok
+    assert report.against.largest_difference > 100 * report.against.bound
+    assert report.exit_code == 1
+
+
+def test_command_line(mixtral: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "report.json"
+    flags = [
+        "--num-prompts",
+        "4",
+        "--max-tokens",
+        "4",
+        "--seed",
+        "5",
+        "--cases",
+        "batch,rows",
+        "--threads-per-rank",
+        "1",
+    ]
+    code = main(["verify", mixtral, "--json", str(prompts), *flags])
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert "64 requests at once" in out
+    assert out.rstrip().splitlines()[-1].startswith("the contract holds: 2 cases")
+    assert "--seed 5" in out
+    assert "epruntime verify: batch: identical" in err
+    report = json.loads(prompts.read_text())
+    assert (report["ok"], report["exit_code"]) == (True, 0)
+    assert [case["name"] for case in report["cases"]] == ["alone", "batch", "rows"]
+    assert report["control"]["status"] == "caught"
+    assert report["facts"]["signature"]["torch"] == torch.__version__
