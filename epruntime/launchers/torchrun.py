@@ -33,6 +33,7 @@ from typing import NoReturn
 from epruntime.comm.control import RankBootstrap
 from epruntime.comm.lifeline import die_with_parent
 from epruntime.errors import ConfigError, LaunchError
+from epruntime.launchers import torchrun_cause
 from epruntime.launchers.base import Launcher, RankProcess, Seat
 from epruntime.launchers.torchrun_environment import CoordinatorLetter, TorchrunWorker, take_job_secret
 from epruntime.launchers.torchrun_hub import Link, Order, SupervisorHub, set_hub, this_hub
@@ -85,9 +86,18 @@ def _coordinate(letter: CoordinatorLetter, main: Callable[[], int | None]) -> in
         signal.signal(signal.SIGTERM, _terminated)  # so that `with` blocks and exit functions run
     hub = SupervisorHub(letter.worker, job_secret=take_job_secret(os.environ))
     hub.exit_code = 1
+    remembering = torchrun_cause.RememberingStream(sys.stderr)
+    sys.stderr = remembering  # type: ignore[assignment]
     atexit.register(hub.close)  # first, so that it runs last: what `main` left open is closed through it
     hub.start()
     set_hub(hub)
+
+    def tell_why() -> None:
+        if hub.exit_code:
+            hub.cause = remembering.cause()
+            torchrun_cause.leave(letter.worker.error_file, hub.cause)
+
+    atexit.register(tell_why)  # after whatever Python prints of an exception, and before the hub's own end
     try:
         hub.exit_code = main() or 0
     except SystemExit as leaving:

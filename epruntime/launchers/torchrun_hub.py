@@ -111,6 +111,7 @@ class SupervisorHub:
         self._closed = False
         self.host = LOOPBACK
         self.exit_code = 0
+        self.cause = ""
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="epruntime-torchrun", daemon=True)
@@ -224,7 +225,7 @@ class SupervisorHub:
 
     async def _close(self) -> None:
         for link in self._links.values():
-            link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0})
+            link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0, "cause": self.cause})
             link.connection.close("the job has ended")
         self._server.close_listeners()
         with contextlib.suppress(TimeoutError):

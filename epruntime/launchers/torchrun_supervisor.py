@@ -30,6 +30,7 @@ from epruntime.comm.control import RankBootstrap
 from epruntime.comm.frames import Message
 from epruntime.comm.lifeline import EXIT_ORPHANED, die_with_parent
 from epruntime.errors import EPRuntimeError
+from epruntime.launchers import torchrun_cause
 from epruntime.launchers.cores import usable_cores
 from epruntime.launchers.local import LocalLauncher, LocalProcess, exit_text
 from epruntime.launchers.torchrun_environment import (
@@ -145,7 +146,9 @@ class Supervisor:
             return
         self._coordinator = process
         code = await process.wait()
-        self._end(code if code >= 0 else 128 - code, f"the coordinator, on this host, ended: {exit_text(code)}")
+        cause = torchrun_cause.left(self._worker.error_file)
+        words = f"the coordinator, on this host, ended: {exit_text(code)}" + (f": {cause}" if cause else "")
+        self._end(code if code >= 0 else 128 - code, words)
 
     async def _end_coordinator(self) -> None:
         process = self._coordinator
@@ -199,8 +202,8 @@ class Supervisor:
         elif kind == "end":
             self._stopped = message["stopped"]
             if self._coordinator is None:  # where it is a child of ours, its exit is the end
-                words = (
-                    f"the coordinator ended with exit code {message['code']}; host {self._coordinator_host} shows why"
+                words = f"the coordinator on host {self._coordinator_host} ended with exit code {message['code']}" + (
+                    f": {message['cause']}" if message["cause"] else "; its output there shows why"
                 )
                 self._end(message["code"], words)
 
