@@ -1,65 +1,76 @@
 """A rank whose results depend on what they must not, to show that verify finds it: `python -m
 epruntime.testing.faulty_verify`.
 
-The environment variable EPRUNTIME_TEST_VERIFY names the fault; the local launcher is told to run this module instead of
-the worker.
+The environment variable EPRUNTIME_TEST_VERIFY names a file with the fault's name in it, which is read anew at each
+load, so that one pool serves many tests. An absent or empty file is no fault.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from epruntime.worker.process import rank_process
 
-FAULT = "EPRUNTIME_TEST_VERIFY"
+FAULT_FILE = "EPRUNTIME_TEST_VERIFY"
 #: the layer that is made wrong, and the row of a step from which on it is.
 LAYER, ROW = 2, 9
 
-
-def crowded_row() -> None:
-    """In one MoE layer, rows from the tenth of a step on get another last bit: as where a kernel has a tail loop."""
-    _change_rows(lambda y_TH, num_tokens: y_TH[ROW:num_tokens])
-
-
-def other_rank() -> None:
-    """On the second rank one MoE layer gives other last bits: as where hosts compute with other instructions."""
-    _change_rows(lambda y_TH, num_tokens: y_TH[:num_tokens])
-
-
-def no_control() -> None:
-    """The negative control does nothing, so that nothing can be caught."""
-    from epruntime.worker import generation
-
-    generation.make_batch_dependent = lambda module, context: 0
-
-
-FAULTS = {"crowded_row": crowded_row, "other_rank": other_rank, "no_control": no_control}
-
-
-def _change_rows(part: Any) -> None:
-    import torch
-
-    from epruntime.moe.layer import MoELayer
-
-    true = MoELayer.forward
-
-    def forward(self: MoELayer, *args: Any) -> torch.Tensor:
-        y_TH = true(self, *args)
-        if self.layer_index == LAYER and not self._context.probe:
-            y_TH = y_TH.clone()
-            bits = {2: torch.int16, 4: torch.int32}[y_TH.element_size()]
-            part(y_TH, self._context.num_tokens).view(bits).bitwise_xor_(1)
-        return y_TH
-
-    MoELayer.forward = MoELayer.__call__ = forward  # type: ignore[method-assign]
+#: fault -> what it does.
+FAULTS = {
+    "crowded_row": "in one MoE layer, rows from the tenth of a step on get another last bit, as by a kernel's tail",
+    "other_rank": "on the second rank one MoE layer gives other last bits, as where hosts differ in instructions",
+    "no_control": "the negative control does nothing, so that nothing can be caught",
+    "weights_twice": "routing weights are applied a second time: the same in every batch, and wrong",
+}
 
 
 def break_rank(slot: int) -> None:
-    """Puts the fault into this process."""
-    fault = os.environ[FAULT]
-    if fault != "other_rank" or slot == 1:
-        FAULTS[fault]()
+    """Puts the faults into this process, the rank of `slot`."""
+    import torch
+
+    from epruntime.moe.layer import MoELayer
+    from epruntime.worker import generation
+
+    now = {"fault": ""}
+    true_load, true_control = generation.Generation.load, generation.make_batch_dependent
+    true_forward = MoELayer.forward
+
+    def load(self: Any, *args: Any) -> Any:
+        path = Path(os.environ[FAULT_FILE])
+        now["fault"] = path.read_text().strip() if path.exists() else ""
+        assert now["fault"] in ("", *FAULTS), now
+        return true_load(self, *args)
+
+    def control(*args: Any) -> int:
+        return 0 if now["fault"] == "no_control" else true_control(*args)
+
+    def forward(self: MoELayer, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        fault, num_tokens = now["fault"], self._context.num_tokens
+        if fault == "weights_twice":
+            weights_TK = weights_TK * weights_TK
+        y_TH = true_forward(self, x_TH, ids_TK, weights_TK)
+        if self.layer_index != LAYER or self._context.probe:
+            return y_TH
+        if fault == "crowded_row":
+            return _other_bits(y_TH, ROW, num_tokens)
+        if fault == "other_rank" and slot == 1:
+            return _other_bits(y_TH, 0, num_tokens)
+        return y_TH
+
+    generation.Generation.load = load  # type: ignore[method-assign]
+    generation.make_batch_dependent = control  # type: ignore[assignment]
+    MoELayer.forward = MoELayer.__call__ = forward  # type: ignore[method-assign,assignment]
+
+
+def _other_bits(y_TH: Any, first: int, end: int) -> Any:
+    """Rows first..end-1 with their last bits turned over."""
+    import torch
+
+    changed_TH = y_TH.clone()
+    changed_TH[first:end].view({4: torch.int32, 2: torch.int16}[y_TH.element_size()]).bitwise_xor_(1)
+    return changed_TH
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from epruntime import envs
 from epruntime.cli.flags import attribute_docs, flag_of
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.config.engine import has_default
+from epruntime.config.verify import VerifyConfig
 from epruntime.models.conformance import COVERED, PARTLY
 from epruntime.sampling_params import SamplingParams
 
@@ -65,8 +66,9 @@ def configuration() -> str:
         "generate --model` (`max_num_seqs` is `--max-num-seqs`). Unknown keywords are a `TypeError`; values that "
         "cannot work, a `ConfigError` that says what to do.",
     ]
-    for kind in (*EngineConfig.SECTIONS.values(), ServeConfig):
-        only = " (`epruntime serve` only)" if kind is ServeConfig else ""
+    commands: dict[type, str] = {ServeConfig: "serve", VerifyConfig: "verify"}
+    for kind in (*EngineConfig.SECTIONS.values(), *commands):
+        only = f" (`epruntime {commands[kind]}` only)" if kind in commands else ""
         parts.append(f"## {kind.__name__.removesuffix('Config')}: {_first_line(kind)}{only}")
         hints = typing.get_type_hints(kind)
         parts.append(

@@ -1,8 +1,9 @@
-"""`epruntime verify` on tiny models: what holds is reported as proven, and what a rank does wrong is found and named."""
+"""`epruntime verify` on tiny models: what holds is reported as proven, what a rank does wrong is found and named."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from epruntime.cli.main import main
 from epruntime.config.verify import CASES
 from epruntime.engine.ranks import Ranks
 from epruntime.launchers.local import LocalLauncher
-from epruntime.testing import faulty_rank, faulty_verify
+from epruntime.testing import faulty_verify
 from epruntime.testing.tiny_models import build, save
 from epruntime.verify import VerifyConfig, VerifyReport, verify
 
@@ -25,10 +26,15 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save(build("mixtral")[1], tmp_path_factory.mktemp("mixtral")))
 
 
-def _faulty(fault: str, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1) -> Ranks:
-    monkeypatch.setenv(faulty_verify.FAULT, fault)
-    launcher = LocalLauncher(entry_module="epruntime.testing.faulty_verify")
-    return Ranks(num_ranks, launcher=launcher, threads_per_rank=1)
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]]:
+    """Two ranks, and the file that says what is wrong with them."""
+    path = tmp_path_factory.mktemp("faults") / "fault"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faulty_verify.FAULT_FILE, str(path))
+        launcher = LocalLauncher(entry_module="epruntime.testing.faulty_verify")
+        with Ranks(2, launcher=launcher, threads_per_rank=1) as ranks:
+            yield ranks, path
 
 
 def _statuses(report: VerifyReport) -> dict[str, str]:
@@ -86,51 +92,53 @@ def test_lengths_of_a_few_tokens(mixtral: str, ranks: Ranks) -> None:
     assert report.exit_code == 3
 
 
-def test_a_row_that_depends_on_its_place_is_found(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _faulty("crowded_row", monkeypatch) as wrong:
-        options = VerifyConfig(
-            **{**SMALL, "max_prompt_tokens": faulty_verify.ROW}, cases="batch,rows", trace_layers=True
-        )
-        report = verify(mixtral, options, ranks=wrong)
-    assert report.exit_code == 1
-    statuses = _statuses(report)
-    assert statuses == {"alone": "baseline", "batch": "different", "rows": "different"}
+def test_a_row_that_depends_on_its_place_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text("crowded_row")
+    # prompts are too short for that row: alone nothing is wrong
+    options = VerifyConfig(**{**SMALL, "max_prompt_tokens": faulty_verify.ROW}, cases="batch,rows", trace_layers=True)
+    report = verify(mixtral, options, ranks=wrong)
+    assert _statuses(report) == {"alone": "baseline", "batch": "different", "rows": "different"}
     for case in report.cases[1:]:
         found = case.difference
         assert found is not None
-        # prompts are too short for that row: alone nothing is wrong. The first request has the first rows of a batch
         assert found.layer == str(faulty_verify.LAYER)
-        assert found.request > 0 or case.name == "rows"
-    assert report.cases[1].digest != report.cases[0].digest
-
-
-def test_a_rank_that_computes_otherwise_is_found(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _faulty("other_rank", monkeypatch, 2) as wrong:
-        options = VerifyConfig(**SMALL, cases="pipeline,ranks", trace_layers=True)
-        report = verify(mixtral, options, ranks=wrong, expert_parallel_size=2)
-    assert _statuses(report) == {"alone": "baseline", "pipeline": "identical", "ranks": "different"}
-    found = report.cases[-1].difference
-    assert found is not None
-    # in reverse order the last request comes first, and it was alone on the other rank
-    assert (found.request, found.layer, found.layer_position) == (5, "2", 0)
+        assert found.rank == 0
+    batch = report.cases[1]
+    assert batch.difference is not None
+    # the first request has the first rows of every step of the batch, and the second has the tenth
+    assert (batch.difference.request, batch.difference.layer_position) == (1, 0)
+    assert batch.digest != report.cases[0].digest
     assert report.exit_code == 1
 
 
-def test_a_control_that_is_not_caught_fails(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _faulty("no_control", monkeypatch) as wrong:
-        report = verify(mixtral, VerifyConfig(**SMALL, cases="batch"), ranks=wrong)
+def test_a_rank_that_computes_otherwise_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text("other_rank")
+    options = VerifyConfig(**SMALL, cases="pipeline,ranks", trace_layers=True)
+    report = verify(mixtral, options, ranks=wrong, expert_parallel_size=2)
+    assert _statuses(report) == {"alone": "baseline", "pipeline": "identical", "ranks": "different"}
+    found = report.cases[-1].difference
+    assert found is not None
+    # the last request comes first; alone it was on the second rank
+    assert (found.request, found.rank, found.layer, found.layer_position) == (5, 0, "2", 0)
+    assert report.exit_code == 1
+
+
+def test_a_control_that_is_not_caught_fails(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text("no_control")
+    report = verify(mixtral, VerifyConfig(**SMALL, cases="batch"), ranks=wrong)
     assert _statuses(report)["batch"] == "identical"
     assert report.control.status == "not caught"
     assert report.exit_code == 3
     assert "nothing is proven" in report.summary
 
 
-def test_what_transformers_computes_otherwise_fails(mixtral: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routing weights applied twice: the same in every batch, and wrong."""
-    monkeypatch.setenv(faulty_rank.FAULT, "twice")
-    launcher = LocalLauncher(entry_module="epruntime.testing.faulty_rank")
-    with Ranks(1, launcher=launcher, threads_per_rank=1) as wrong:
-        report = verify(mixtral, VerifyConfig(**SMALL, cases="batch", against="transformers"), ranks=wrong)
+def test_what_transformers_computes_otherwise_fails(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text("weights_twice")
+    report = verify(mixtral, VerifyConfig(**SMALL, cases="batch", against="transformers"), ranks=wrong)
     assert _statuses(report)["batch"] == "identical"
     assert report.against is not None
     assert not report.against.ok
@@ -139,7 +147,7 @@ def test_what_transformers_computes_otherwise_fails(mixtral: str, monkeypatch: p
 
 
 def test_command_line(mixtral: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "report.json"
+    file = tmp_path / "report.json"
     flags = [
         "--num-prompts",
         "4",
@@ -152,14 +160,14 @@ def test_command_line(mixtral: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         "--threads-per-rank",
         "1",
     ]
-    code = main(["verify", mixtral, "--json", str(prompts), *flags])
+    code = main(["verify", mixtral, "--json", str(file), *flags])
     out, err = capsys.readouterr()
     assert code == 0
     assert "64 requests at once" in out
     assert out.rstrip().splitlines()[-1].startswith("the contract holds: 2 cases")
     assert "--seed 5" in out
     assert "epruntime verify: batch: identical" in err
-    report = json.loads(prompts.read_text())
+    report = json.loads(file.read_text())
     assert (report["ok"], report["exit_code"]) == (True, 0)
     assert [case["name"] for case in report["cases"]] == ["alone", "batch", "rows"]
     assert report["control"]["status"] == "caught"
