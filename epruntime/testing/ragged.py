@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from epruntime.comm.transport import GroupInfo
 from epruntime.models import adapter
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.loaded import LoadedModel
-from epruntime.moe.placement import contiguous
+from epruntime.moe.placement import Placement, contiguous
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
@@ -101,11 +101,13 @@ class RaggedDriver:
         return [logits[starts[i] : starts[i + 1]] for i in range(len(items))]
 
 
-def local_runtime(*, backend: str = "reference", strict: bool = True) -> MoERuntime:
-    """A one-rank MoE runtime."""
+def local_runtime(
+    *, backend: str = "reference", strict: bool = True, place: Callable[[int], Placement] | None = None
+) -> MoERuntime:
+    """A one-rank MoE runtime. `place`: number of experts -> placement; by default each has one slot, in order."""
     return MoERuntime(
         transport=LocalTransport(GroupInfo(rank=0, world_size=1)),
-        placement_for=lambda num: contiguous(num, 1),
+        placement_for=place or (lambda num: contiguous(num, 1)),
         backend=backend,
         strict=strict,
         budget_rows=4096,

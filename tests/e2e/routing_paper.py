@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from epruntime.models.loader import load_model
+from epruntime.moe.placement import Placement
 from epruntime.testing import tiny_models
 from epruntime.testing.ragged import local_runtime
 
@@ -23,6 +24,7 @@ Rule = Callable[[list[float]], list[Choice]]
 class Blocks:
     """One MoE block as transformers has it and as it is served, and the row count's setter."""
 
+    name: str
     theirs: Any
     served: Any
     context: Any
@@ -44,9 +46,18 @@ def blocks(model_type: str, path: Path, edit: Callable[[Any], None] | None = Non
         with torch.no_grad():
             edit(theirs)
     tiny_models.save(model, path)
-    runtime = local_runtime()
-    loaded = load_model(path, dtype="float32", moe=runtime)
-    return Blocks(theirs=theirs, served=loaded.module.get_submodule(name), context=runtime.context, stats=runtime.stats)
+    return _serve(name, theirs, path)
+
+
+def placed(case: Blocks, path: Path, place: Callable[[int], Placement]) -> Blocks:
+    """The same block, its experts placed otherwise on the one rank."""
+    return _serve(case.name, case.theirs, path, place)
+
+
+def _serve(name: str, theirs: Any, path: Path, place: Callable[[int], Placement] | None = None) -> Blocks:
+    runtime = local_runtime(place=place)
+    served = load_model(path, dtype="float32", moe=runtime).module.get_submodule(name)
+    return Blocks(name=name, theirs=theirs, served=served, context=runtime.context, stats=runtime.stats)
 
 
 def inputs(seed: int = 0) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 The formulas are on paper, token by token, and use nothing of transformers: softmax or sigmoid, groups, biases, top-k,
 normalisation, scale. Most cases have a control: the known mistake gives another result on the same inputs. What
-concerns the exchange (ranks, replicas, rounds, padding) is in `tests/distributed/test_moe_matrix.py`.
+concerns the exchange (idle ranks, copies, rounds, padding) is in `tests/distributed/test_moe_matrix.py`, and for blocks
+of real families in `test_routing_on_ranks.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from routing_paper import (
     inputs,
     mlp,
     paper,
+    placed,
     router_of,
     scaled,
     sigmoid,
@@ -35,6 +37,8 @@ from routing_paper import (
     softmax_first,
     softmax_last,
 )
+
+from epruntime.moe.placement import Placement, placement_for
 
 NEAR, FAR = 2e-5, 1e-2
 
@@ -338,6 +342,43 @@ def test_a_poisoned_row_stays_alone(model_type: str, poison: float, tmp_path: Pa
     others = [t for t in range(TOKENS) if t != 7]
     assert not found[7].isfinite().all()
     assert error(found[others], clean[others].double()) < 1e-6
+
+
+def _shuffled(num_experts: int, copies: tuple[int, ...] = ()) -> Placement:
+    """One rank whose slots are in another order than the experts' ids, with further copies of some."""
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(2)).tolist()
+    slots = (*order[:3], *copies, *order[3:])
+    return Placement(
+        version=0,
+        num_logical=num_experts,
+        world_size=1,
+        physical_to_logical=slots,
+        physical_to_rank=(0,) * len(slots),
+    )
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "deepseek_v3", "gpt_oss", "longcat_flash", "dbrx", "llama4_text", "phimoe"]
+)
+def test_copies_and_other_slots_change_no_bit(model_type: str, tmp_path: Path) -> None:
+    """Biases, shared experts, scales and identity experts included; and what is not a number stays in its row."""
+    case = blocks(model_type, tmp_path)
+    clean_TH = inputs()
+    dirty_TH = clean_TH.clone()
+    dirty_TH[7, 3] = math.nan
+    expected = [case.forward(x_TH) for x_TH in (clean_TH, dirty_TH)]
+    chosen = case.stats.snapshot()["layers"]
+    others = [t for t in range(TOKENS) if t != 7]
+    for place in (_shuffled, lambda n: _shuffled(n, (5, 0, 5)), lambda n: placement_for(n, 1, "linear", n + 3)):
+        other = placed(case, tmp_path, place)
+        found = [other.forward(x_TH) for x_TH in (clean_TH, dirty_TH)]
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1][others], expected[0][others])
+        counted = {name: layer for name, layer in other.stats.snapshot()["layers"].items() if layer["steps"]}
+        for name, layer in counted.items():
+            assert layer["expert_tokens"] == chosen[name]["expert_tokens"]  # by logical expert
+            assert (layer["replica_pairs"] > 0) == (len(layer["local_experts"]) > len(layer["expert_tokens"]))
+        assert counted
 
 
 def test_every_router_is_transformers_own(tmp_path: Path) -> None:
