@@ -165,7 +165,7 @@ class Supervisor:
         try:
             found = await CoordinatorSearch(self._worker, job_secret=self._job_secret).run()
         except EPRuntimeError as error:
-            self._end(1, str(error))
+            self._give_up(1, str(error))
             return
         self._secret, self._coordinator_host = found.secret, found.host
         self._link = SupervisorLink(found.client, on_message=self._take, on_closed=self._closed)
@@ -178,12 +178,17 @@ class Supervisor:
         if self._outcome.done():
             return
         words = f"the coordinator on host {self._coordinator_host} is gone: {reason}"
-        if self._coordinator is None:
-            self._end(EXIT_ORPHANED, words)
-            return
-        for process in self._ranks.values():
-            process.kill()
-        self._loop.call_later(_CLOSE_S, self._end, EXIT_ORPHANED, words)  # its exit code tells more, if it comes
+        if self._coordinator is not None:
+            for process in self._ranks.values():
+                process.kill()
+        self._give_up(EXIT_ORPHANED, words)
+
+    def _give_up(self, code: int, reason: str) -> None:
+        """Ends without a word from the coordinator. Its exit code, where it is a child of ours, tells more, if it comes."""
+        if self._worker.rank != 0:
+            self._end(code, reason)
+        else:
+            self._loop.call_later(_CLOSE_S, self._end, code, reason)
 
     # orders
 

@@ -19,6 +19,7 @@ from epruntime.launchers.handle import RankHandle
 from epruntime.launchers.local import LocalLauncher
 from epruntime.launchers.pool import RankPool
 from epruntime.sampling_params import SamplingParams
+from epruntime.testing.patience import PATIENCE_S, soon
 
 #: what a test gives a stopped rank before it counts as lost; a machine under load delays beats by tenths of a second.
 HEARTBEAT_TIMEOUT_S = 2.5
@@ -59,15 +60,15 @@ async def tokens(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
     return list(out)
 
 
-async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
+async def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() - began < soon(seconds), f"not within {seconds} s: {what}"
         await asyncio.sleep(0.01)
 
 
 async def ready(llm: AsyncLLM, seconds: float = START_S) -> None:
-    await until(lambda: llm.status.state is EngineState.READY, seconds, "the engine is ready again")
+    await until(lambda: llm.status.state is EngineState.READY, "the engine is ready again", seconds)
 
 
 def end(rank: RankHandle, how: signal.Signals) -> int:
@@ -79,9 +80,9 @@ def end(rank: RankHandle, how: signal.Signals) -> int:
 async def error_of(task: asyncio.Task[list[int]], began: float, bound_s: float) -> EPRuntimeError:
     """The error that a request ended with, which must have come in time."""
     try:
-        result = await asyncio.wait_for(task, bound_s + 10)
+        result = await asyncio.wait_for(task, PATIENCE_S)
     except EPRuntimeError as error:
-        assert time.monotonic() - began < bound_s
+        assert time.monotonic() - began < soon(bound_s)
         return error
     raise AssertionError(f"the request ended well: {result}")
 

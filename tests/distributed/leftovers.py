@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from epruntime.testing.patience import PATIENCE_S
+
 
 @dataclass(frozen=True)
 class Leftovers:
@@ -35,7 +37,7 @@ class Leftovers:
             descriptors=me.num_fds(),
         )
 
-    def grown_by(self, *, seconds: float, descriptors: bool = True) -> dict[str, Any]:
+    def grown_by(self, *, seconds: float = PATIENCE_S / 2, descriptors: bool = True) -> dict[str, Any]:
         """What is there and was not in `self`, after it has had up to `seconds` to go away.
 
         `descriptors`: count this process's open files too.
@@ -79,7 +81,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_dead(pids: list[int], seconds: float) -> list[int]:
+def wait_dead(pids: list[int], seconds: float = PATIENCE_S / 2) -> list[int]:
     """Those of `pids` that are still alive after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:

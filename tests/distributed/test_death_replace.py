@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from deaths import until
 from leftovers import Leftovers, is_alive
 
 from epruntime.comm.control import ControlClient, RankBootstrap
@@ -19,6 +20,7 @@ from epruntime.launchers.local import LocalLauncher
 from epruntime.launchers.pool import RankPool
 from epruntime.launchers.store import host_store
 from epruntime.testing.echo_rank import ABSENT_VARIABLE
+from epruntime.testing.patience import PATIENCE_S, soon
 
 ENTRY = "epruntime.testing.echo_rank"
 
@@ -45,7 +47,7 @@ async def pool_of(num_ranks: int = 2, **options):
 
 
 def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 90))
+    asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def nothing_left(tmp_path_factory, monkeypatch):
     host_store("127.0.0.1")  # what a first use opens for good is no leak
     before = Leftovers.now()
     yield
-    assert before.grown_by(seconds=5) == {}
+    assert before.grown_by() == {}
 
 
 def test_a_lost_slot_is_filled_again_and_again():
@@ -67,7 +69,7 @@ def test_a_lost_slot_is_filled_again_and_again():
                 old = [pool.ranks[slot] for slot in (0, 2)]
                 for rank in old:
                     os.kill(rank.info.pid, signal.SIGKILL)
-                await asyncio.wait_for(asyncio.gather(*(rank.gone for rank in old)), 10)
+                await asyncio.wait_for(asyncio.gather(*(rank.gone for rank in old)), PATIENCE_S)
                 new = await asyncio.gather(*(pool.replace(slot, timeout_s=30) for slot in (0, 2)))
                 assert new == [pool.ranks[0], pool.ranks[2]]
                 for rank, before in zip(new, old, strict=True):
@@ -101,7 +103,7 @@ def test_a_late_rank_of_an_earlier_incarnation_is_refused_and_harms_nobody():
         async with pool_of(1) as pool:
             early = pool._launcher.letters[0]
             os.kill(pool.ranks[0].info.pid, signal.SIGKILL)
-            await asyncio.wait_for(pool.ranks[0].gone, 10)
+            await asyncio.wait_for(pool.ranks[0].gone, PATIENCE_S)
             async with pool._door.open() as address:
                 replacing = asyncio.create_task(pool.replace(0, timeout_s=30))
                 while len(pool._launcher.letters) < 2:
@@ -120,7 +122,7 @@ def test_a_replacement_that_does_not_start_leaves_the_slot_lost(monkeypatch):
     async def body():
         async with pool_of(2) as pool:
             os.kill(pool.ranks[1].info.pid, signal.SIGKILL)
-            await asyncio.wait_for(pool.ranks[1].gone, 10)
+            await asyncio.wait_for(pool.ranks[1].gone, PATIENCE_S)
             monkeypatch.setenv(ABSENT_VARIABLE, "1")
             with pytest.raises(LaunchError, match=r"(?s)rank 1 on host .* ended during start: exit code 3"):
                 await pool.replace(1, timeout_s=30)
@@ -153,12 +155,12 @@ def test_silence_is_the_ranks_and_not_the_coordinators():
             for rank in pool.ranks:
                 assert (await rank.call("echo", 10, data=1))["data"] == 1
             await asyncio.sleep(0.7)
+            await until(lambda: max(rank.progress.silent_s for rank in pool.ranks) < 1.5, "heard again")
             assert [rank.lost for rank in pool.ranks] == [None, None]
-            assert max(rank.progress.silent_s for rank in pool.ranks) < 1.5
             began = time.monotonic()
             os.kill(pool.ranks[0].info.pid, signal.SIGSTOP)
-            await asyncio.wait_for(pool.ranks[0].gone, 15)
-            assert 1.2 < time.monotonic() - began < 8
+            await asyncio.wait_for(pool.ranks[0].gone, PATIENCE_S)
+            assert 1.2 < time.monotonic() - began < soon(8)
             assert "no heartbeat for" in str(pool.ranks[0].lost)
             assert pool.ranks[1].lost is None
 
@@ -170,12 +172,11 @@ def test_the_stamp_of_a_dead_rank_tells_what_it_did_last():
         async with pool_of(1) as pool:
             rank = pool.ranks[0]
             call = rank.call("sleep", seconds=60)
-            await asyncio.sleep(0.5)
-            assert rank.progress.stamp.note == "sleep"
+            await until(lambda: getattr(rank.progress.stamp, "note", "") == "sleep", "a beat says what it does")
             os.kill(rank.info.pid, signal.SIGKILL)
             with pytest.raises(
-                RankLostError, match=r"killed by SIGKILL; last progress 0\.\d s ago: step \d+ \(sleep\)"
+                RankLostError, match=r"killed by SIGKILL; last progress \d\.\d s ago: step \d+ \(sleep\)"
             ):
-                await asyncio.wait_for(call, 10)
+                await asyncio.wait_for(call, PATIENCE_S)
 
     run(body())

@@ -24,6 +24,7 @@ from epruntime.client import AsyncClient
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto import inference_pb2_grpc, keys
 from epruntime.testing import tiny_models
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.reference import greedy_reference
 from epruntime.testing.server_process import ServerProcess
 
@@ -48,7 +49,7 @@ def nothing_left(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("TMPDIR", tempfile.tempdir)
     before = Leftovers.now()
     yield
-    assert before.grown_by(seconds=5, descriptors=False) == {}
+    assert before.grown_by(descriptors=False) == {}
 
 
 class Served:
@@ -66,9 +67,9 @@ class Served:
             self.heard.append(response.status)
 
     async def hears(self, wanted: list[int], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while self.heard != wanted:
-            assert time.monotonic() < deadline, (self.heard, wanted)
+            assert time.monotonic() - began < soon(seconds), (self.heard, wanted)
             await asyncio.sleep(0.02)
 
     async def health(self) -> int:
@@ -76,7 +77,7 @@ class Served:
 
         def get() -> int:
             try:
-                with urllib.request.urlopen(f"{self.process.http_url}/health", timeout=10) as response:
+                with urllib.request.urlopen(f"{self.process.http_url}/health", timeout=PATIENCE_S) as response:
                     return int(response.status)
             except urllib.error.HTTPError as error:
                 return error.code
@@ -84,11 +85,11 @@ class Served:
         return await asyncio.to_thread(get)
 
     async def rank_pids(self) -> list[int]:
-        async with AsyncClient(self.process.address, timeout=30) as client:
+        async with AsyncClient(self.process.address, timeout=PATIENCE_S) as client:
             return [rank.pid for rank in (await client.info()).ranks]
 
     async def tokens(self) -> list[int]:
-        async with AsyncClient(self.process.address, timeout=60) as client:
+        async with AsyncClient(self.process.address, timeout=PATIENCE_S) as client:
             result = await client.generate(
                 {"prompt_token_ids": PROMPT}, temperature=0, max_tokens=COUNT, ignore_eos=True
             )
@@ -139,18 +140,18 @@ def test_a_stopped_rank_ends_a_server_without_restart_and_nothing_is_left(model)
             pids = await server.rank_pids()
             assert await server.health() == 200
             stream = asyncio.ensure_future(server.long_stream())
-            await asyncio.wait_for(server.decoding.wait(), 20)
+            await asyncio.wait_for(server.decoding.wait(), PATIENCE_S)
             await asyncio.sleep(0.5)  # some heartbeats tell where it is by now
             began = time.monotonic()
             os.kill(pids[1], signal.SIGSTOP)
             await server.hears([SERVING, NOT_SERVING], 6)
             assert await server.health() == 503
-            error = await asyncio.wait_for(stream, 20)
-            assert time.monotonic() - began < 7.5, "well within the step's deadline of 20 s"
+            error = await asyncio.wait_for(stream, PATIENCE_S)
+            assert time.monotonic() - began < soon(7.5), "well within the step's deadline of 20 s"
             metadata = _named(error, 1)
             assert "no heartbeat for" in error.details()
             assert keys.RETRY_AFTER_MS not in metadata
-            assert await server.process.wait(20) == 1
+            assert await server.process.wait(PATIENCE_S) == 1
             watching.cancel()
 
     asyncio.run(asyncio.wait_for(body(), 150))
@@ -162,16 +163,16 @@ def test_a_killed_rank_is_replaced_by_a_server_with_restart(model):
             watching = asyncio.ensure_future(server.watch())
             pids = await server.rank_pids()
             stream = asyncio.ensure_future(server.long_stream())
-            await asyncio.wait_for(server.decoding.wait(), 20)
+            await asyncio.wait_for(server.decoding.wait(), PATIENCE_S)
             await asyncio.sleep(0.5)  # some heartbeats tell where it is by now
             began = time.monotonic()
             os.kill(pids[0], signal.SIGKILL)
-            error = await asyncio.wait_for(stream, 10)
-            assert time.monotonic() - began < 5
+            error = await asyncio.wait_for(stream, PATIENCE_S)
+            assert time.monotonic() - began < soon(5)
             metadata = _named(error, 0)
             assert "killed by SIGKILL" in error.details()
             assert int(metadata[keys.RETRY_AFTER_MS]) > 0
-            await server.hears([SERVING, NOT_SERVING], 2)
+            await server.hears([SERVING, NOT_SERVING], PATIENCE_S)
             assert await server.health() == 503
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))).read()
@@ -185,6 +186,6 @@ def test_a_killed_rank_is_replaced_by_a_server_with_restart(model):
             assert fresh[1] == pids[1]
             watching.cancel()
             server.process.signal(signal.SIGTERM)
-            assert await server.process.wait(30) == 0
+            assert await server.process.wait(PATIENCE_S) == 0
 
     asyncio.run(asyncio.wait_for(body(), 170))

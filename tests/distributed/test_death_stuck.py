@@ -16,6 +16,7 @@ from epruntime.engine.status import EngineState, EngineStatus
 from epruntime.errors import RankLostError
 from epruntime.launchers.store import host_store
 from epruntime.testing import tiny_models
+from epruntime.testing.patience import soon
 from epruntime.testing.slow_rank import SLOW, STUCK_TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -43,7 +44,7 @@ def test_a_stuck_rank_is_killed_at_the_step_s_deadline_and_named(tmp_path_factor
             prompts = [[5 + i] * STUCK_TOKENS for i in range(3)]  # one for each rank
             results = await asyncio.gather(*(tokens(llm, p, 4) for p in prompts), return_exceptions=True)
             took = time.monotonic() - began
-            assert STEP_TIMEOUT_S - 0.1 < took < STEP_TIMEOUT_S + 4
+            assert STEP_TIMEOUT_S - 0.1 < took < soon(STEP_TIMEOUT_S + 4)
             for error in results:
                 assert isinstance(error, RankLostError)
                 assert (error.slot, error.host) == (1, socket.gethostname())
@@ -62,11 +63,11 @@ def test_a_stuck_rank_is_killed_at_the_step_s_deadline_and_named(tmp_path_factor
             assert llm.errored
             began = time.monotonic()
             await llm.shutdown()
-            await until(lambda: all(rank.progress.stamp.step < 0 for rank in (pool.ranks[0], pool.ranks[2])), 5, "free")
+            await until(lambda: all(rank.progress.stamp.step < 0 for rank in (pool.ranks[0], pool.ranks[2])), "free")
         finally:
             await pool.stop()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < soon(10)
         assert all(dead(pid) for pid in pids)
 
     asyncio.run(asyncio.wait_for(body(), 110))
-    assert before.grown_by(seconds=5, descriptors=False) == {}
+    assert before.grown_by(descriptors=False) == {}

@@ -52,7 +52,7 @@ def test_control_channel() -> None:
         server = ControlServer(secret, on_join=joined.append)
         server.expect(3, 0)
         address = await server.listen_tcp(LOOPBACK)
-        letter = RankBootstrap(address=address, secret=secret, slot=3, host="h", connect_timeout_s=5)
+        letter = RankBootstrap(address=address, secret=secret, slot=3, host="h", connect_timeout_s=30)
         client = await asyncio.to_thread(ControlClient.connect, letter, signature={})
         client.close()
         server.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deaths import until
 from leftovers import Leftovers, is_alive, wait_dead
 
 from epruntime.errors import (
@@ -36,11 +37,12 @@ from epruntime.launchers.local import LocalLauncher, exit_text
 from epruntime.launchers.pool import RankPool
 from epruntime.launchers.store import host_store
 from epruntime.testing.echo_rank import ABSENT_VARIABLE, SIGNATURE_VARIABLE
+from epruntime.testing.patience import PATIENCE_S, soon
 
 ENTRY = "epruntime.testing.echo_rank"
 
 
-def run(coroutine, seconds: float = 90) -> None:
+def run(coroutine, seconds: float = 240) -> None:
     asyncio.run(asyncio.wait_for(coroutine, seconds))
 
 
@@ -61,7 +63,7 @@ def nothing_left(tmp_path_factory, monkeypatch):
     host_store("127.0.0.1")  # what a first use opens for good is no leak
     before = Leftovers.now()
     yield
-    assert before.grown_by(seconds=5) == {}
+    assert before.grown_by() == {}
 
 
 def test_start_talk_stop(caplog):
@@ -72,9 +74,11 @@ def test_start_talk_stop(caplog):
             assert len({rank.info.pid for rank in pool.ranks}) == 3
             # answers find their questions
             questions = [(slot, n) for n in range(20) for slot in range(3)]
-            replies = await asyncio.gather(*(pool.ranks[q[0]].call("echo", timeout_s=10, data=q) for q in questions))
+            replies = await asyncio.gather(
+                *(pool.ranks[q[0]].call("echo", timeout_s=PATIENCE_S, data=q) for q in questions)
+            )
             assert [tuple(reply["data"]) for reply in replies] == questions
-            who = await pool.ranks[1].call("whoami", timeout_s=10)
+            who = await pool.ranks[1].call("whoami", timeout_s=PATIENCE_S)
             assert who["pid"] == pool.ranks[1].info.pid
             assert who["sid"] == who["pid"]  # own session
             assert who["threads"] == 2
@@ -91,7 +95,7 @@ def test_start_talk_stop(caplog):
 def test_secret_is_in_no_argument_environment_or_log(caplog):
     async def body():
         async with pool_of(1) as pool:
-            who = await pool.ranks[0].call("whoami", timeout_s=10)
+            who = await pool.ranks[0].call("whoami", timeout_s=PATIENCE_S)
             text = repr(who["argv"]) + repr(who["environment"]) + repr(pool.ranks)
             for record in caplog.records:
                 text += record.getMessage()
@@ -128,7 +132,7 @@ def test_a_long_temporary_path_is_no_obstacle(monkeypatch, tmp_path):
 
     async def body():
         async with pool_of(1) as pool:
-            await pool.ranks[0].call("echo", timeout_s=10)
+            await pool.ranks[0].call("echo", timeout_s=PATIENCE_S)
 
     run(body())
 
@@ -158,10 +162,12 @@ def test_progress_and_errors():
         async with pool_of(1) as pool:
             (rank,) = pool.ranks
             seen = []
-            await rank.call("progress", timeout_s=10, total=3, on_progress=lambda m: seen.append(m["done"]))
+            await rank.call("progress", timeout_s=PATIENCE_S, total=3, on_progress=lambda m: seen.append(m["done"]))
             assert seen == [0, 1, 2]
-            await rank.call("progress", timeout_s=10, total=1)  # nobody listens
-            await rank.call("progress", timeout_s=10, total=1, on_progress=lambda m: 1 / 0)  # the listener fails
+            await rank.call("progress", timeout_s=PATIENCE_S, total=1)  # nobody listens
+            await rank.call(
+                "progress", timeout_s=PATIENCE_S, total=1, on_progress=lambda m: 1 / 0
+            )  # the listener fails
             with pytest.raises(UnsupportedModelError, match=r"rank 0 on host .*, test: dense") as refused:
                 await rank.call("fail", kind="refused")
             assert "Traceback on rank 0" in refused.value.__notes__[0]
@@ -169,7 +175,7 @@ def test_progress_and_errors():
                 await rank.call("fail", kind="foreign")
             with pytest.raises(ProtocolError, match="cannot be packed"):
                 await rank.call("echo", data=object())
-            await rank.call("echo", timeout_s=10)  # and it still works
+            await rank.call("echo", timeout_s=PATIENCE_S)  # and it still works
 
     run(body())
 
@@ -181,12 +187,12 @@ def test_timeout_and_cancel_leave_the_rank_usable():
             lost = []
             pool.on_lost(lost.append)
             began = time.monotonic()
-            slow = rank.call("sleep", timeout_s=0.2, seconds=1)
+            slow = rank.call("sleep", timeout_s=0.2, seconds=2)
             with pytest.raises(RankLostError, match=r"did not answer 'sleep' within 0.2 s"):
                 await slow
-            assert time.monotonic() - began < 0.9
+            assert time.monotonic() - began < 1.9, "it was not waited for"
             rank.call("sleep", seconds=0.1).cancel()
-            assert (await rank.call("echo", timeout_s=10, data=1))["data"] == 1
+            assert (await rank.call("echo", timeout_s=PATIENCE_S, data=1))["data"] == 1
             assert lost == []
             assert not rank._pending
 
@@ -199,20 +205,19 @@ def test_generations():
             (rank,) = pool.ranks
             first, second = pool.next_generation(), pool.next_generation()
             assert second > first
-            await rank.call("configure", timeout_s=10, generation=second, ep_rank=5)
+            await rank.call("configure", timeout_s=PATIENCE_S, generation=second, ep_rank=5)
             assert rank.info.ep_rank == 5
             with pytest.raises(ConfigError, match="next_generation"):
                 await rank.call("configure", generation=first)
             slow = rank.call("sleep", seconds=0.3)
-            await rank.call("configure", timeout_s=10, generation=pool.next_generation(), ep_rank=0)
+            await rank.call("configure", timeout_s=PATIENCE_S, generation=pool.next_generation(), ep_rank=0)
             with pytest.raises(EngineDeadError, match="generation 1 ended"):
                 await slow
             late = rank.call("answer late")
-            await asyncio.sleep(0.2)
+            await until(lambda: rank.connection.num_stale == 2, "the answer to `slow` came too late as well")
             assert not late.done()
-            assert rank.connection.num_stale == 2  # the answer to `slow` came too late as well
             late.cancel()
-            assert (await rank.call("echo", timeout_s=10, data=2))["data"] == 2
+            assert (await rank.call("echo", timeout_s=PATIENCE_S, data=2))["data"] == 2
 
     run(body())
 
@@ -235,7 +240,7 @@ def test_a_lost_rank_fails_its_calls_once_with_the_reason(how, expected, caplog)
             pool.on_lost(lambda error: 1 / 0)  # a bad callback hurts nobody
             gone: list[RankLostError] = []
             pool.on_lost(gone.append)()  # taken back
-            await rank.call("print", timeout_s=10, text="my last\nwords\n")
+            await rank.call("print", timeout_s=PATIENCE_S, text="my last\nwords\n")
             began = time.monotonic()
             if how == "SIGKILL":
                 pending = [rank.call("sleep", seconds=60), rank.call("echo")]
@@ -245,8 +250,8 @@ def test_a_lost_rank_fails_its_calls_once_with_the_reason(how, expected, caplog)
                 pending = [rank.call(how, code=7), rank.call("echo")]
             for call in pending:
                 with pytest.raises(RankLostError, match=f"rank 0 on host .* is lost: .*{expected}") as caught:
-                    await asyncio.wait_for(call, 10)
-            assert time.monotonic() - began < 5
+                    await asyncio.wait_for(call, PATIENCE_S)
+            assert time.monotonic() - began < soon(5)
             assert caught.value.slot == 0
             assert "\n" not in str(caught.value)  # one line for whoever waited; what it printed is for the log
             assert "words" not in str(caught.value)
@@ -260,9 +265,8 @@ def test_a_lost_rank_fails_its_calls_once_with_the_reason(how, expected, caplog)
             assert not is_alive(pid)
             late: list[RankLostError] = []
             pool.on_lost(late.append)  # news for the late comer
-            assert (await other.call("echo", timeout_s=10, data=1))["data"] == 1
-            await asyncio.sleep(0)
-            assert late == lost
+            assert (await other.call("echo", timeout_s=PATIENCE_S, data=1))["data"] == 1
+            await until(lambda: late == lost, "told")
         assert len(lost) == 1  # the other rank was stopped, not lost
 
     run(body())
@@ -271,10 +275,10 @@ def test_a_lost_rank_fails_its_calls_once_with_the_reason(how, expected, caplog)
 def test_what_a_rank_started_ends_with_it():
     async def body():
         async with pool_of(1) as pool:
-            child = (await pool.ranks[0].call("have a child", timeout_s=10))["pid"]
+            child = (await pool.ranks[0].call("have a child", timeout_s=PATIENCE_S))["pid"]
             assert is_alive(child)
             os.kill(pool.ranks[0].info.pid, signal.SIGKILL)
-            assert not await asyncio.to_thread(wait_dead, [child], 5)
+            assert not await asyncio.to_thread(wait_dead, [child])
 
     run(body())
 
@@ -286,13 +290,13 @@ def test_stop_ends_stopped_and_stubborn_ranks(monkeypatch):
     async def body():
         async with pool_of(3) as pool:
             pids = [rank.info.pid for rank in pool.ranks]
-            await pool.ranks[0].call("be stubborn", timeout_s=10)
+            await pool.ranks[0].call("be stubborn", timeout_s=PATIENCE_S)
             os.kill(pids[1], signal.SIGSTOP)
             pending = pool.ranks[1].call("echo")
             began = time.monotonic()
             await asyncio.gather(pool.stop(), pool.stop())
             await pool.stop()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < soon(5)
             assert [pid for pid in pids if is_alive(pid)] == []
             with pytest.raises(EngineDeadError, match="pool was stopped"):
                 await pending
@@ -319,7 +323,7 @@ def test_a_rank_that_ends_during_start(monkeypatch):
         began = time.monotonic()
         with pytest.raises(LaunchError, match=r"(?s)rank 1 on .* ended during start: exit code 3.*told not to join"):
             await RankPool.start(2, launcher=LocalLauncher(entry_module=ENTRY), start_timeout_s=60)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < soon(30)
 
     run(body())
 
@@ -434,7 +438,7 @@ def test_no_rank_and_no_file_outlives_a_killed_coordinator(arguments):
     with process:
         os.kill(pids[0], signal.SIGSTOP)  # not even one that can do nothing for itself
         process.kill()
-    assert wait_dead(pids, 5) == []
+    assert wait_dead(pids) == []
 
 
 def test_ctrl_c_in_the_terminal_is_the_coordinators_to_handle():
@@ -443,17 +447,19 @@ def test_ctrl_c_in_the_terminal_is_the_coordinators_to_handle():
     with process:
         assert os.getpgid(pids[0]) != os.getpgid(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert out.split() == ["stopped"]
     assert process.returncode == 0
-    assert wait_dead(pids, 5) == []
+    assert wait_dead(pids) == []
 
 
 def test_rank_output_is_forwarded_with_its_level(caplog):
     async def body():
         async with pool_of(2) as pool:
-            await pool.ranks[1].call("print", timeout_s=10, text="plain\nWARNING epruntime.worker: careful\n\x80")
-            await pool.ranks[1].call("print", timeout_s=10, text="x" * 100_000)
+            await pool.ranks[1].call(
+                "print", timeout_s=PATIENCE_S, text="plain\nWARNING epruntime.worker: careful\n\x80"
+            )
+            await pool.ranks[1].call("print", timeout_s=PATIENCE_S, text="x" * 100_000)
 
     with caplog.at_level(logging.INFO, logger="epruntime.rank"):
         run(body())
@@ -471,7 +477,7 @@ def test_whatever_a_launcher_raises_ends_the_start_at_once():
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"rank 0 on host .* could not be started: RuntimeError: boom"):
         run(RankPool.start(1, launcher=Broken(), start_timeout_s=60))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < soon(20)
 
 
 def test_cores_are_divided(tmp_path):

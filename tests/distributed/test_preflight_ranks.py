@@ -29,8 +29,9 @@ from epruntime.models.loader import inspect_model
 from epruntime.preflight.verdict import Verdict
 from epruntime.testing import tiny_models
 from epruntime.testing.faulty_preflight import FAULT_FILE
+from epruntime.testing.patience import soon
 
-#: preflight of two local ranks takes 0.1 s on an idle machine; this one may be shared by other tests.
+#: preflight of two local ranks takes 0.1 s on an idle machine.
 BOUND_S = 3.0
 
 
@@ -60,7 +61,7 @@ class World:
             llm = await AsyncLLM.create(self.config(**options), rank_pool=self.pool)
             await llm.shutdown()
 
-        self.runner.run(asyncio.wait_for(body(), 60))
+        self.runner.run(asyncio.wait_for(body(), 120))
 
     def preflight(self) -> Verdict:
         """Of a start that goes through preflight, or is stopped by it."""
@@ -72,7 +73,7 @@ class World:
                 await form(config, self.pool, preflight)
             return preflight.verdict
 
-        return self.runner.run(asyncio.wait_for(body(), 60))
+        return self.runner.run(asyncio.wait_for(body(), 120))
 
     def progress(self, slot: int) -> str:
         return str(self.pool.ranks[slot].progress)
@@ -105,10 +106,10 @@ def test_a_start_logs_one_line_and_takes_little_time(world: World, caplog: pytes
 def test_verdict_of_healthy_ranks(world: World) -> None:
     verdict = world.preflight()
     assert verdict.ok
-    assert verdict.seconds < BOUND_S
+    assert verdict.seconds < soon(BOUND_S)
     assert verdict.transport == "gloo"
     assert sorted((t.source, t.destination) for t in verdict.times) == [(0, 1), (1, 0)]
-    assert all(1e-6 < t.latency_s < 0.1 and 1e6 < t.bytes_per_s < 1e12 for t in verdict.times)
+    assert all(1e-6 < t.latency_s < soon(0.1) and 1e5 < t.bytes_per_s < 1e12 for t in verdict.times)
     info = inspect_model(world.model)
     for rank in verdict.ranks:
         assert rank.machine.pid == world.pool.ranks[rank.slot].info.pid
@@ -116,7 +117,7 @@ def test_verdict_of_healthy_ranks(world: World) -> None:
         assert rank.machine.versions == engine_preflight.versions()
         assert rank.machine.threads == 1
         assert rank.machine.checkpoint_files == 1
-        assert abs(rank.clock_offset_s) < 0.5  # one clock, and the way there and back
+        assert abs(rank.clock_offset_s) < soon(0.5)  # one clock, and the way there and back
         assert rank.need.weights < info.checkpoint_bytes
         assert rank.need.kv == 16 * info.kv_bytes_per_block(16)
 
@@ -141,7 +142,7 @@ def test_an_error_stops_the_start_before_anything_is_loaded(world: World, fault:
         world.create()
     found = [finding for finding in caught.value.verdict.errors if finding.id == id]
     assert {slot for finding in found for slot in finding.slots} == slots
-    assert caught.value.verdict.seconds < BOUND_S
+    assert caught.value.verdict.seconds < soon(BOUND_S)
     assert not any("load" in world.progress(slot) for slot in (0, 1))
 
 
@@ -173,7 +174,7 @@ def test_a_rank_that_stands_still_is_named_in_time(world: World, monkeypatch: py
     with pytest.raises(RankLostError, match=r"preflight \(exchange\) within 2 s") as caught:
         world.create()
     assert caught.value.slot == 1
-    assert time.monotonic() - began < 2 + 10
+    assert time.monotonic() - began < soon(2 + 10)
     world.runner.run(world.pool.replace(1, timeout_s=60))
 
 
@@ -184,7 +185,7 @@ def test_a_rank_that_dies_is_named_at_once(world: World) -> None:
     with pytest.raises(RankLostError, match="exit code 9") as caught:
         world.create()
     assert caught.value.slot == 1
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < soon(10)
 
 
 def test_the_command_prints_json_and_exits_with_1_on_errors(world: World) -> None:

@@ -17,6 +17,7 @@ from leftovers import Leftovers
 from epruntime.client import Client
 from epruntime.errors import EPRuntimeError
 from epruntime.testing import tiny_models
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.reference import greedy_reference
 from epruntime.testing.torchrun_job import TorchrunJob
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SERVE, EXAMPLE = str(ROOT / "launch/torchrun_serve.py"), str(ROOT / "examples/multi_node/torchrun_generate.py")
 PROMPT, COUNT, LONG = [5, 17, 99, 3], 6, 450
 GREEDY = {"temperature": 0, "ignore_eos": True}
-START_S, END_S = 90.0, 30.0
+START_S, END_S = 90.0, PATIENCE_S
 SMALL = ["--port", "0", "--grpc-port", "0", "--max-model-len", "512", "--num-kv-blocks", "64", "--max-num-seqs", "8"]
 STANDALONE = ["--standalone", "--nproc-per-node", "2"]
 
@@ -46,7 +47,7 @@ def nothing_left(tmp_path_factory, monkeypatch) -> Iterator[None]:
     yield
     for folder in Path(tempfile.tempdir).glob("torchelastic_*"):
         shutil.rmtree(folder)  # torchrun's own; it leaves that behind, whatever it runs
-    assert before.grown_by(seconds=5, descriptors=False) == {}
+    assert before.grown_by(descriptors=False) == {}
 
 
 def supervisors(job: TorchrunJob) -> list[psutil.Process]:
@@ -92,7 +93,7 @@ def test_a_dead_rank_is_replaced_and_torchrun_sees_nothing_of_it_then_sigterm_dr
             result = stream.result()  # what runs may end
         assert result.outputs[0].finish_reason == "length"
         assert job.wait(END_S) == 1  # torchrun's own answer to a signal
-    assert "draining: 1 requests are running, up to 22 s" in job.output
+    assert "draining: 1 request is running, and may for 22 s" in job.output
     assert "forcefully exiting" not in job.output
 
 
@@ -112,7 +113,7 @@ def test_torchrun_restarts_the_whole_job_and_tells_why_it_gives_up(model):
         began = time.monotonic()
         child(after[0], "torchrun_serve").kill()  # the coordinator, without a word
         assert job.wait(END_S) == 1
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < soon(10)
     summary = job.output.partition("torchrun_serve.py FAILED")[2]
     assert "the coordinator" in summary, job.output
     assert "killed by SIGKILL" in summary or "is gone" in summary
@@ -165,7 +166,7 @@ def test_exit_code_of_a_program_and_more_ranks_than_workers(program):
     assert job.output.count("main ") == 1
     assert "exitcode  : 7" in job.output
     assert "the coordinator, on this host, ended: exit code 7" in job.output
-    words = "LaunchError 3 ranks were asked for (expert_parallel_size), and torchrun has started 2 workers on 1 hosts"
+    words = "LaunchError 3 ranks were asked for (expert_parallel_size), and torchrun has started 2 workers on 1 host, "
     assert words in job.output
 
 
@@ -174,7 +175,7 @@ def test_a_program_without_handlers_ends_at_ctrl_c(program):
         pid = int(job.wait_for("main ([0-9]+) 2", END_S)[1])
         assert psutil.Process(pid).ppid() == supervisors(job)[0].pid
         job.signal(signal.SIGINT)
-        assert job.wait(10) != 0
+        assert job.wait(END_S) != 0
     assert "KeyboardInterrupt" in job.output
 
 
@@ -183,8 +184,8 @@ def test_everything_ends_with_worker_0(program):
         pid = int(job.wait_for("main ([0-9]+) 2", END_S)[1])
         coordinator = psutil.Process(pid)
         supervisors(job)[0].kill()
-        assert psutil.wait_procs([coordinator], timeout=10)[1] == []
-        assert job.wait(10) == 1
+        assert psutil.wait_procs([coordinator], timeout=END_S)[1] == []
+        assert job.wait(END_S) == 1
 
 
 def test_everything_ends_with_the_agent(program):
@@ -193,5 +194,5 @@ def test_everything_ends_with_the_agent(program):
         everything = psutil.Process(job.process.pid).children(recursive=True)
         assert len(everything) == 5  # two supervisors, the coordinator, two ranks
         os.kill(job.process.pid, signal.SIGKILL)
-        assert psutil.wait_procs(everything, timeout=10)[1] == []
-        assert job.wait(10) == -signal.SIGKILL
+        assert psutil.wait_procs(everything, timeout=END_S)[1] == []
+        assert job.wait(END_S) == -signal.SIGKILL

@@ -20,8 +20,8 @@ from leftovers import wait_dead
 
 from epruntime.comm import auth
 from epruntime.comm.control import RankBootstrap
-from epruntime.errors import ConfigError, LaunchError, RankLostError
-from epruntime.launchers import torchrun_hub
+from epruntime.errors import ConfigError, HandshakeError, LaunchError, RankLostError
+from epruntime.launchers import torchrun_hub, torchrun_supervisor
 from epruntime.launchers.pool import RankPool, make_launcher
 from epruntime.launchers.torchrun import TorchrunLauncher, _share
 from epruntime.launchers.torchrun_environment import (
@@ -33,6 +33,7 @@ from epruntime.launchers.torchrun_environment import (
 )
 from epruntime.launchers.torchrun_hub import SupervisorHub
 from epruntime.launchers.torchrun_meeting import REASON, MeetingLetter, MeetingPoint
+from epruntime.testing.patience import PATIENCE_S
 
 HOST = socket.gethostname()
 START_S = 60.0
@@ -99,7 +100,7 @@ def job(world_size: int, **options: object) -> Iterator[Job]:
         made.hub.close()
         for rank, process in made.processes.items():
             if process.poll() is None and rank:  # worker 0 ends with its coordinator
-                assert process.wait(10) == 5
+                assert process.wait(PATIENCE_S) == 5
     finally:
         made.hub.close()
         torchrun_hub.set_hub(None)
@@ -134,7 +135,7 @@ def test_a_rank_whose_worker_is_gone_moves_to_a_spare_one():
                 pid = pool.ranks[2].info.pid
                 it.processes[2].kill()
                 await until(lambda: len(lost) == 2)
-                assert wait_dead([pid], 5) == []
+                assert wait_dead([pid]) == []
                 assert "torchrun worker 2 on host" in str(lost[1])
                 moved = await pool.replace(2, timeout_s=START_S)
                 assert psutil.Process(moved.info.pid).ppid() == it.processes[3].pid
@@ -147,12 +148,12 @@ def test_a_rank_whose_worker_is_gone_moves_to_a_spare_one():
             finally:
                 pids = [rank.info.pid for rank in pool.ranks]
                 await pool.stop()
-            assert wait_dead(pids, 5) == []
+            assert wait_dead(pids) == []
 
         asyncio.run(body())
 
 
-async def until(condition, seconds: float = 20.0) -> None:
+async def until(condition, seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -176,7 +177,7 @@ def test_missing_workers_are_named_and_signals_count_once():
         for expected in ([15], [15, 2]):  # the agents of all hosts pass on what is one wish
             for rank in (0, 1):
                 it.processes[rank].send_signal(expected[-1])
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + PATIENCE_S
             while it.signals != expected:
                 assert time.monotonic() < deadline, it.signals
                 time.sleep(0.01)
@@ -274,6 +275,28 @@ FULL = {
     "MASTER_ADDR": "[fd00::1]", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "abc",
     "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "PATH": "/bin",
 }  # fmt: skip
+
+
+class Unreached:
+    """In place of the search for the coordinator."""
+
+    def __init__(self, worker: TorchrunWorker, *, job_secret: bytes | None) -> None:
+        pass
+
+    async def run(self) -> None:
+        raise HandshakeError("connection reset by peer")
+
+
+def test_the_coordinator_s_exit_code_tells_more_than_that_it_was_not_reached(monkeypatch):
+    """One that ends at once may do so while its own worker still greets it."""
+    monkeypatch.setattr(torchrun_supervisor, "CoordinatorSearch", Unreached)
+
+    async def run(rank: str) -> int:
+        supervisor = torchrun_supervisor.Supervisor(TorchrunWorker.of({**FULL, "RANK": rank}), job_secret=None)
+        return await supervisor.run([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(7)"], {})
+
+    assert asyncio.run(run("0")) == 7
+    assert asyncio.run(run("3")) == 1
 
 
 class TestEnvironment:

@@ -20,6 +20,7 @@ from epruntime.comm.local import LocalTransport
 from epruntime.comm.select import TRANSPORTS, make_transport
 from epruntime.comm.transport import GroupInfo
 from epruntime.errors import ConfigError, EngineDeadError, RankLostError
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.ranks import Died, RanksFailed, run_ranks
 
 
@@ -120,7 +121,7 @@ def test_killed_peer_is_named_within_seconds(world_size: int) -> None:
     *survivors, died = run_ranks(world_size, _lose_last, may_die=(world_size - 1,), exchange_timeout_s=60)
     assert died == Died(exitcode=-signal.SIGKILL)
     for took, message in survivors:
-        assert took < 5, message
+        assert took < soon(5), message
     assert any(f"rank {world_size - 1} on host localhost" in message for _, message in survivors)
 
 
@@ -147,7 +148,7 @@ def test_absent_peer_ends_at_the_timeout() -> None:
         GlooTransport(
             GroupInfo(rank=0, world_size=2, generation=7, store_host="127.0.0.1", store_port=store.port, timeout_s=1)
         )
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < soon(10)
 
 
 def _sockets() -> int:
@@ -173,7 +174,7 @@ def _generations(group: GroupInfo) -> None:
             transport.barrier()
         del transport
         gc.collect()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S / 2
         while before is not None and (_sockets(), _threads()) > before and time.monotonic() < deadline:
             time.sleep(0.05)
         now = (_sockets(), _threads())

@@ -17,6 +17,7 @@ from epruntime.errors import ConfigError, EngineDeadError, ProtocolError, RankLo
 from epruntime.launchers.pool import RankPool
 from epruntime.plan import NewRequest, SamplingSpec, StepPlan, StepResult
 from epruntime.testing import tiny_models
+from epruntime.testing.patience import PATIENCE_S, soon
 
 pytestmark = pytest.mark.timeout(180)
 PROMPTS = {1: [5, 17, 99, 3, 64, 23, 8, 91, 44, 12, 70, 31, 6, 118, 55, 29, 101], 2: [40], 3: [77, 13, 2, 60, 19]}
@@ -215,7 +216,7 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_the_other_and_both_serve_again
     began = time.monotonic()
     good = fleet.plan(0, new=(request(2, (1, 2)),), prefill={2: 1})
     mistaken, waiting = fleet.step([fleet.plan(0, prefill={9: 1}), good])
-    assert time.monotonic() - began < 15, "well before step_timeout_s"
+    assert time.monotonic() - began < soon(15), "well before step_timeout_s"
     assert isinstance(mistaken, ProtocolError)
     assert "step 0" in str(mistaken)
     assert "request 9" in str(mistaken)
@@ -239,11 +240,11 @@ def test_interrupts_are_the_coordinators_and_a_termination_is_prompt(fleet, tiny
 
     async def terminate_while_waiting_in_an_exchange() -> BaseException | None:
         rank = fleet.pool.ranks[1]
-        call = rank.call("plan", 30, plan=fleet.plan(0, new=(request(2, (1, 2)),), prefill={2: 1}).to_wire())
+        call = rank.call("plan", PATIENCE_S, plan=fleet.plan(0, new=(request(2, (1, 2)),), prefill={2: 1}).to_wire())
         await asyncio.sleep(1.0)  # rank 0 gets no plan, so that rank 1 waits for it in the first layer
         assert not call.done()
         os.kill(rank.info.pid, signal.SIGTERM)
-        await asyncio.wait([call], timeout=10)
+        await asyncio.wait([call], timeout=PATIENCE_S)
         return call.exception()
 
     error = fleet.run(terminate_while_waiting_in_an_exchange())

@@ -21,7 +21,7 @@ from epruntime.plan import StepPlan, StepResult
 from epruntime.worker.letters import Configure, Load
 from epruntime.worker.rank import RankLoop
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class DiceRunner:

@@ -14,7 +14,7 @@ from epruntime.config import EngineConfig
 from epruntime.errors import PreflightError
 from epruntime.launchers.torchrun import run_coordinator
 
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 async def serve(model: str, folder: Path) -> None:

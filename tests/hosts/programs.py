@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from epruntime.testing.hosts import Host, HostProcess
+from epruntime.testing.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 _CLIENT = Path(__file__).with_name("client_program.py")
@@ -47,7 +48,7 @@ class Output:
         """Its exit status, when all that it printed is there."""
         status = self.process.wait(timeout_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._ended, 5)
+            self._changed.wait_for(lambda: self._ended, PATIENCE_S / 2)
         return status
 
     def _read(self) -> None:
@@ -82,16 +83,16 @@ class ClientRun:
     def __init__(self, output: Output) -> None:
         self.output = output
 
-    def wait_begun(self, timeout_s: float = 30) -> None:
+    def wait_begun(self, timeout_s: float = PATIENCE_S) -> None:
         self.output.wait_for("begun\n", timeout_s)
 
-    def wait_for_end(self, timeout_s: float = 60) -> str:
+    def wait_for_end(self, timeout_s: float = 2 * PATIENCE_S) -> str:
         """Its last line."""
         status = self.output.wait_end(timeout_s)
         assert status == 0, self.output.text
         return self.output.text.strip().splitlines()[-1]
 
-    def result(self, timeout_s: float = 60) -> Any:
+    def result(self, timeout_s: float = 2 * PATIENCE_S) -> Any:
         return json.loads(self.wait_for_end(timeout_s))
 
 

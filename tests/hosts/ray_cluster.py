@@ -75,7 +75,7 @@ class RayCluster:
         host.run(
             [RAY, "start", *arguments, f"--node-ip-address={host.address}", f"--num-cpus={self._num_cpus}",
              f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats", *self._more],
-            environment=self.environment, timeout_s=60, cwd="/",
+            environment=self.environment, timeout_s=120, cwd="/",
         )  # fmt: skip
 
     @property
@@ -83,7 +83,7 @@ class RayCluster:
         """Of a user on the head host."""
         return {**self.environment, "RAY_API_SERVER_ADDRESS": f"http://{self.head.address}:{DASHBOARD_PORT}"}
 
-    def job(self, *arguments: str, check: bool = True, timeout_s: float = 60) -> str:
+    def job(self, *arguments: str, check: bool = True, timeout_s: float = 120) -> str:
         """Output of `ray job ARGUMENTS` on the head host."""
         command = [RAY, "job", *arguments]
         return self.head.run(command, environment=self.client_environment, check=check, timeout_s=timeout_s).stdout

@@ -14,6 +14,7 @@ import pytest
 
 from epruntime.testing import tiny_models
 from epruntime.testing.hosts import Host, StandInHosts
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.torchrun_job import TorchrunJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -32,7 +33,7 @@ class World:
         """The verdict, as JSON has it, and `took_s`, with the ranks' meeting."""
         (self._folder / f"go-{self._count}").touch()
         # a call that is dropped is given up after 3 s
-        found = self._job.wait_for(rf"verdict {self._count} (\{{.*\}})", VERDICT_S + 10)
+        found = self._job.wait_for(rf"verdict {self._count} (\{{.*\}})", PATIENCE_S)
         self._count += 1
         return json.loads(found[1])
 
@@ -68,7 +69,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world = World(hosts, jobs[0], folder)
         yield world
         world.end()
-        assert [job.wait(30) for job in jobs] == [0, 0]
+        assert [job.wait(PATIENCE_S) for job in jobs] == [0, 0]
 
 
 def ids(verdict: dict[str, Any], severity: str) -> list[str]:
@@ -80,7 +81,7 @@ def test_two_healthy_hosts_in_less_than_ten_seconds(world: World) -> None:
     before = b.bytes_received
     verdict = world.preflight()
     assert verdict["ok"], verdict["findings"]
-    assert verdict["took_s"] < VERDICT_S
+    assert verdict["took_s"] < soon(VERDICT_S)
     assert verdict["transport"] == "gloo"
     assert [(rank["host"], rank["address"], rank["interface"]) for rank in verdict["ranks"]] == [
         ("host-a", a.address, "eth0"), ("host-b", b.address, "eth0"),
@@ -100,9 +101,9 @@ def test_a_limited_link_is_slow_in_its_direction(world: World) -> None:
     ):
         verdict = world.preflight()
     assert verdict["ok"]
-    assert verdict["took_s"] < VERDICT_S
+    assert verdict["took_s"] < soon(VERDICT_S)
     rates = {(pair["source"], pair["destination"]): pair["mb_per_s"] for pair in verdict["pairs"]}
-    assert 4 < rates[1, 0] < MOST_MB_PER_S
+    assert 1 < rates[1, 0] < MOST_MB_PER_S
     assert rates[0, 1] > 2 * rates[1, 0]
     (slow,) = [
         finding for finding in verdict["findings"] if finding["id"] == "bandwidth-low" and finding["slots"] == [1, 0]
@@ -117,7 +118,7 @@ def test_a_firewall_is_found_before_the_ranks_wait_for_each_other(world: World) 
     with changed(world.hosts[1], f"iptables -A {rule}", f"iptables -D {rule}"):
         verdict = world.preflight()
     assert not verdict["ok"]
-    assert verdict["took_s"] < VERDICT_S
+    assert verdict["took_s"] < soon(VERDICT_S)
     assert ids(verdict, "error") == ["unreachable"]
     (finding,) = [finding for finding in verdict["findings"] if finding["severity"] == "error"]
     assert finding["found"].startswith(

@@ -17,6 +17,7 @@ from ray_cluster import RayCluster, ray_environment
 
 from epruntime.testing import tiny_models
 from epruntime.testing.hosts import StandInHosts
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.reference import greedy_reference
 
 pytest.importorskip("ray")
@@ -100,7 +101,7 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
     # a second server on this host, and one on this cluster
     busy = site.program("--expert-parallel-size", "2")
     full = site.program("--expert-parallel-size", "2", "--port=0", "--grpc-port=0", "--start-timeout-s=3")
-    assert busy.wait_end(40) == full.wait_end(40) == 1
+    assert busy.wait_end(PATIENCE_S) == full.wait_end(PATIENCE_S) == 1
     assert "50051" in busy.text
     assert "in use" in busy.text
     for words in ("no room for 2 ranks of 1 CPU each within 3 s", "host-a", "host-b", "CPU 0 free of 1"):
@@ -110,12 +111,12 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
     assert len(site.ranks(0)) == len(site.ranks(1)) == 1
     request = start_client(head, GRPC, "stream", prompt=PROMPTS[0], max_tokens=480)
     request.wait_begun()
-    assert "Job 'first' was stopped" in cluster.job("stop", "first", timeout_s=60)
+    assert "Job 'first' was stopped" in cluster.job("stop", "first")
     (ended,) = request.result()
     assert (ended["tokens"], ended["finish"], ended["error"]) == (480, "length", "")
-    assert "draining: 1 requests are running, up to 27.5 s" in job.text
+    assert "draining: 1 request is running, and may for 27.5 s" in job.text
     assert "terminated gracefully with SIGTERM" in cluster.log("jobs/supervisor-first.log")
-    job.wait_end(30)
+    job.wait_end(PATIENCE_S)
     _nothing_left(site)
 
 
@@ -152,7 +153,7 @@ def _grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
 
 
 def _nothing_left(site: Site) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while site.ranks(0) or site.ranks(1):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -201,7 +202,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_seconds(site, tmp_path):
         seconds, _, text = done.stdout.partition(" ")
         for words in expected:
             assert words in text
-        assert float(seconds) < 10, done.stdout
+        assert float(seconds) < soon(10), done.stdout
 
 
 def test_a_cut_link_and_a_dead_host_end_like_dead_ranks(site):
@@ -210,7 +211,7 @@ def test_a_cut_link_and_a_dead_host_end_like_dead_ranks(site):
         "--expert-parallel-size=2", "--restart", "--heartbeat-timeout-s=2", "--step-timeout-s=8",
         "--start-timeout-s=60", "--max-restarts=1", "--no-http",
     )  # fmt: skip
-    server.wait_for(READY, 60)
+    server.wait_for(READY, 120)
     request = start_client(head, GRPC, "stream", prompt=PROMPTS[0], max_tokens=480)
     request.wait_begun()
     site.hosts.link_down(1)
@@ -221,8 +222,8 @@ def test_a_cut_link_and_a_dead_host_end_like_dead_ranks(site):
         site.hosts.link_up(1)
     assert (ended["rank"], ended["host"]) == (1, "host-b"), ended
     assert "RankLostError" in ended["error"]
-    assert ended["at"] - cut < 8.0
-    server.wait_for(r"restarted in [\d.]+ s: generation 1 on ranks 0 .*, 1 \(incarnation 1\)", 60)
+    assert ended["at"] - cut < soon(8.0)
+    server.wait_for(r"restarted in [\d.]+ s: generation 1 on ranks 0 .*, 1 \(incarnation 1\)", 120)
     assert client(head, GRPC, "generate", prompts=PROMPTS, max_tokens=COUNT) == site.expected
 
     requests = start_client(head, GRPC, "stream", prompt=PROMPTS[1], max_tokens=400, at_once=4)
@@ -231,6 +232,6 @@ def test_a_cut_link_and_a_dead_host_end_like_dead_ranks(site):
     cut = time.time()
     for ended in requests.result():
         assert (ended["rank"], ended["host"]) == (1, "host-b"), ended
-        assert ended["at"] - cut < 8.0
-    assert server.wait_end(60) == 1
+        assert ended["at"] - cut < soon(8.0)
+    assert server.wait_end(120) == 1
     assert "not replaced after 1 restarts" in server.text

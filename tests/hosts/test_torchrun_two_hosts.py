@@ -19,6 +19,7 @@ import torch
 
 from epruntime.testing import tiny_models
 from epruntime.testing.hosts import Host, StandInHosts
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.reference import greedy_reference
 from epruntime.testing.torchrun_job import TorchrunJob
 
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 SERVE, EXAMPLE = str(ROOT / "launch/torchrun_serve.py"), str(ROOT / "examples/multi_node/torchrun_generate.py")
-START_S, END_S = 120.0, 30.0
+START_S, END_S = 120.0, PATIENCE_S
 COUNT, LONG = 6, 400
 _RANDOM = random.Random(0)
 PROMPTS = [[_RANDOM.randrange(3, 128) for _ in range(48)] for _ in range(6)]
@@ -122,8 +123,8 @@ def ask(host: Host, address: str, **request: Any) -> Any:
     return json.loads(host.run([sys.executable, "-c", CLIENT, address, json.dumps(request)]).stdout.splitlines()[-1])
 
 
-def free_of_processes(host: Host, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def free_of_processes(host: Host) -> None:
+    deadline = time.monotonic() + PATIENCE_S / 2
     while left := host.processes():
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
         time.sleep(0.05)
@@ -138,7 +139,9 @@ def test_static_meeting_tokens_wire_and_a_cut(hosts, model):
     with jobs(hosts, ["--nproc-per-node", "1", *static(hosts)], [SERVE, model.path, *flags]) as (on_a, on_b):
         address = on_a.ready(START_S)
         for rank, host in enumerate((a, b)):
-            on_a.wait_for(f"rank {rank} on host {host.name}, .*gloo exchange at address {host.address}, .*eth0", 5)
+            on_a.wait_for(
+                f"rank {rank} on host {host.name}, .*gloo exchange at address {host.address}, .*eth0", PATIENCE_S
+            )
         assert ask(a, address, info=True) == {"transport": "gloo", "hosts": ["host-a", "host-b"]}
         before = a.bytes_sent, b.bytes_sent, a.bytes_received, b.bytes_received
         assert ask(a, address, prompts=PROMPTS, count=COUNT) == model.tokens
@@ -153,16 +156,16 @@ def test_static_meeting_tokens_wire_and_a_cut(hosts, model):
             hosts.link_down()
             cut = time.monotonic()
             words = client.stdout.read()
-        assert time.monotonic() - cut < HEARTBEAT_TIMEOUT_S + CONFIRM_S + MARGIN_S
+        assert time.monotonic() - cut < soon(HEARTBEAT_TIMEOUT_S + CONFIRM_S + MARGIN_S)
         assert "error: " in words
         assert "rank 1 on host host-b is lost: no heartbeat for" in words
         # Nobody is left on the near side, nor on the far side, which hears from nobody.
         assert on_a.wait(END_S) == 1
         assert on_b.wait(END_S) == 1
-        assert time.monotonic() - cut < 60
+        assert time.monotonic() - cut < soon(60)
         assert "the coordinator on host host-a is gone" in on_b.output
     for host in hosts:
-        free_of_processes(host, 5)
+        free_of_processes(host)
 
 
 def test_c10d_meeting_two_workers_per_host(hosts, model):
@@ -173,7 +176,7 @@ def test_c10d_meeting_two_workers_per_host(hosts, model):
     lines = [line for job in both for line in job.lines if " -> [" in line]
     assert lines == [f"{prompt} -> {tokens}" for prompt, tokens in zip(PROMPTS[:2], model.tokens[:2], strict=True)]
     for host in hosts:
-        free_of_processes(host, 5)
+        free_of_processes(host)
 
 
 #: ends as a server that drains, once all workers are there
@@ -206,7 +209,7 @@ def test_one_endpoint_again_and_stopping_one_host_stops_all(hosts, tmp_path):
         assert sum(job.lines.count("main") for job in both) == 1
         assert "hush" not in "".join(job.output for job in both)
         for host in hosts:
-            free_of_processes(host, 5)
+            free_of_processes(host)
 
 
 def wait_for_any(line: str, both: list[TorchrunJob]) -> None:
