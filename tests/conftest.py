@@ -1,8 +1,9 @@
-"""Settings of the whole suite, made before torch or transformers is imported."""
+"""Settings of the whole suite, made before torch or transformers is imported; and which tests run beside which."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Nothing is downloaded, and each process computes on one thread: tests that want more ask for it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,14 +13,42 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+#: Never two of these at once: they make networks or Ray clusters, and Ray looks for clusters on the whole machine.
+APART = (
+    "tests/hosts/",
+    "tests/distributed/test_death_ray.py",
+    "tests/distributed/test_launchers_ray.py",
+    "tests/distributed/test_ray_in_program.py",
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_llm_exit.py",
+)
+#: What takes longest, which several workers begin with, so that none is left with it alone at the end.
+FIRST = (*APART, "tests/e2e/", "tests/distributed/", "tests/serve/")
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none; a worker (pytest -n) takes what is long first."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
-        return
-    import torch
+    if gpu_items:
+        import torch
 
-    if not torch.cuda.is_available():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker gets a file at a time: its tests share servers and ranks; and one worker gets all that runs APART."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "apart" if nodeid.startswith(APART) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Files(config, log)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import tiny_chat_model
 
+from epruntime.testing.patience import PATIENCE_S
 from epruntime.testing.server_process import adopt_orphans, descendants
 
 ROOT = Path(__file__).parents[2]
@@ -89,8 +90,10 @@ def nothing_left(scratch: Path) -> Iterator[None]:
     adopt_orphans()  # so that whatever outlives the demo becomes a child of this process
     before, memory = descendants(), set(Path("/dev/shm").iterdir())
     yield
-    deadline = time.monotonic() + 2.0
-    while (left := descendants(before)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_S / 2
+    while (left := descendants(before)) or set(Path("/dev/shm").iterdir()) - memory:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.05)
     commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
     assert not left, commands

@@ -22,6 +22,7 @@ from epruntime.errors import (
     RankLostError,
     UnsupportedModelError,
 )
+from epruntime.testing.patience import PATIENCE_S, soon
 from epruntime.testing.tiny_models import build, save
 
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -133,18 +134,21 @@ def test_a_killed_rank_ends_every_request_by_name(model: Path, busy: bool) -> No
         victim = ranks.pool.ranks[1].info.pid
 
         async def serve(engine: AsyncLLM) -> list[BaseException | None]:
+            begun = asyncio.Semaphore(0)
+
             async def one(i: int) -> None:
                 async for _ in engine.generate(_ids(3 + i), SamplingParams(max_tokens=200, ignore_eos=True)):
-                    pass
+                    begun.release()
 
             tasks = [asyncio.ensure_future(one(i)) for i in range(6)] if busy else []
-            await asyncio.sleep(0.3)
+            for _ in range(6 * len(tasks)):
+                await begun.acquire()
             os.kill(victim, signal.SIGKILL)
             began = time.monotonic()
             done = await asyncio.gather(*tasks, return_exceptions=True)
-            while not engine.errored and time.monotonic() - began < 10:
+            while not engine.errored and time.monotonic() - began < PATIENCE_S:
                 await asyncio.sleep(0.05)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < soon(5)
             return done
 
         errors = ranks.loop_thread.run(serve(llm.engine))

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from epruntime.testing.patience import PATIENCE_S
 from epruntime.testing.tiny_models import build, save
 
 START = """
@@ -66,7 +67,7 @@ def _runs(pid: int) -> bool:
 
 
 def _left(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S / 2
     while alive := [pid for pid in pids if _runs(pid)]:
         if time.monotonic() > deadline:
             break
@@ -81,7 +82,7 @@ def _left(pids: list[int]) -> list[int]:
 )
 def test_a_script_without_shutdown_leaves_nothing(script: str, launcher: str, model: Path) -> None:
     process, pids = _start(script, model, launcher)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "lost" not in errors
     assert "Traceback" not in errors
@@ -92,7 +93,7 @@ def test_ctrl_c_ends_generation_and_ranks(model: Path) -> None:
     process, pids = _start(FOREVER, model)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT  # which a shell shows as 130
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert _left(pids) == []

