@@ -50,13 +50,14 @@ class Preflight:
 
     Args:
         info: of the model that is about to be loaded.
+        log: the result, when it is there; else whoever asked for it shows it.
 
     Attributes:
         verdict: as far as it has come.
     """
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self._config, self._info = config, info
+    def __init__(self, config: EngineConfig, info: ModelInfo, *, log: bool = True) -> None:
+        self._config, self._info, self._log = config, info, log
         self._setting = Setting(
             versions=versions(),
             launcher=config.parallel.launcher,
@@ -64,6 +65,7 @@ class Preflight:
             hidden_size=info.hidden_size,
             top_k=info.top_k,
             num_moe_layers=len(info.moe_layers),
+            num_physical_experts=info.num_experts + config.parallel.num_redundant_experts,
             dtype_bytes=info.dtype_bytes,
             step_tokens=config.scheduler.max_num_batched_tokens,
             step_timeout_s=config.parallel.step_timeout_s,
@@ -120,6 +122,7 @@ class Preflight:
                 *checks_hosts.check_open_files(facts),
                 *checks_hosts.check_locked_memory(facts, setting),
                 *checks_hosts.check_cores(facts),
+                *checks_hosts.check_idle_ranks(facts, self._setting),
                 *checks_hosts.check_clocks(facts),
             ],
         )
@@ -147,9 +150,10 @@ class Preflight:
         self._began = began - before.seconds
         self._conclude(facts, [*before.findings, *found], times=tuple(times), transport=transport)
         self._stop_on_errors()
-        for finding in self.verdict.warnings:
-            logger.warning("preflight: %s", finding)
-        logger.info("%s", self.verdict.summary())
+        if self._log:
+            for finding in self.verdict.warnings:
+                logger.warning("preflight: %s", finding)
+            logger.info("%s", self.verdict.summary())
 
     def _conclude(
         self,

@@ -44,7 +44,7 @@ async def preflight_alone(config: EngineConfig, info: ModelInfo) -> Verdict:
         RankLostError: a rank died, or did not answer in time.
     """
     pool = await start_ranks(config)
-    preflight = Preflight(config, info)
+    preflight = Preflight(config, info, log=False)
     try:
         await form(config, pool, preflight)
         return preflight.verdict

@@ -25,6 +25,7 @@ from epruntime.launchers.base import Launcher, RankProcess, Seat
 from epruntime.launchers.caller_thread import spawner
 from epruntime.launchers.cores import thread_environment, threads_each, usable_cores
 from epruntime.launchers.import_path import import_path
+from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.launchers.local")
 rank_logger = logging.getLogger("epruntime.rank")
@@ -154,7 +155,8 @@ class LocalLauncher(Launcher):
         cores = usable_cores()
         threads = threads_per_rank or threads_each(cores, num_ranks)
         if threads * num_ranks > cores:
-            logger.warning("%d ranks with %d threads each share %d cores", num_ranks, threads, cores)
+            each = f"{counted(num_ranks, 'rank')} with {counted(threads, 'thread')} each"
+            logger.warning("%s: there are %s", each, counted(cores, "core"))
         host = socket.gethostname()
         return [Seat(slot=slot, host=host, local_rank=slot, threads=threads) for slot in range(num_ranks)]
 

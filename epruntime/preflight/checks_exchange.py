@@ -101,7 +101,8 @@ def check_times(
 ) -> list[Finding]:
     """Latency and bandwidth of every pair against what is expected, and against the median of its kind.
 
-    Of a kind that is slow as a whole there is one finding, with the worst pair.
+    Of a kind that is slow as a whole there is one finding, with the worst pair; of pairs that are slower than others
+    one for each pair of hosts.
     """
     found = []
     for kind in _kinds(times, ranks, expected):
@@ -123,21 +124,36 @@ def check_times(
                     expected=f"at least {_mb(expected.bytes_per_s)}",
                 )
             )  # fmt: skip
-        later, thinner = kind.later_than_others(), kind.thinner_than_others()
-        for time in kind.times:
-            words = []
-            if time in later:
-                words.append((f"{_us(time.least_latency_s)} one way at best", f"about {_us(kind.usual_s)}"))
-            if time in thinner:
-                words.append((_mb(time.bytes_per_s), f"about {_mb(kind.usual_rate)}"))
-            if words:
-                found.append(
-                    _of_pair(
-                        "pair-slow", time, ranks,
-                        found=" and ".join(measured for measured, _ in words),
-                        expected=" and ".join(usual for _, usual in words) + f", the median of {kind.name}",
-                    )
-                )  # fmt: skip
+        found += _slower_than_others(kind, ranks)
+    return found
+
+
+def _slower_than_others(kind: _Kind, ranks: Sequence[RankFacts]) -> list[Finding]:
+    """One finding for each pair of hosts, about its worst direction."""
+    later, thinner = kind.later_than_others(), kind.thinner_than_others()
+    groups: defaultdict[frozenset[str], list[PairTime]] = defaultdict(list)
+    for time in kind.times:
+        if time in later or time in thinner:
+            groups[frozenset((ranks[time.source].host, ranks[time.destination].host))].append(time)
+    found = []
+    for group in groups.values():
+        worst = max(
+            group, key=lambda time: max(time.least_latency_s / kind.usual_s, kind.usual_rate / time.bytes_per_s)
+        )
+        words = []
+        if worst in later:
+            words.append((f"{_us(worst.least_latency_s)} one way at best", f"about {_us(kind.usual_s)}"))
+        if worst in thinner:
+            words.append((_mb(worst.bytes_per_s), f"about {_mb(kind.usual_rate)}"))
+        others = [time for time in group if time is not worst]
+        more = f" (the worst of {len(group)} such directions between these hosts)" if others else ""
+        found.append(
+            _of_pair(
+                "pair-slow", worst, ranks, others=others,
+                found=" and ".join(measured for measured, _ in words) + more,
+                expected=" and ".join(usual for _, usual in words) + f", the median of {kind.name}",
+            )
+        )  # fmt: skip
     return found
 
 
@@ -183,11 +199,21 @@ def check_measured(times: Sequence[PairTime], num_ranks: int) -> list[Finding]:
     ]
 
 
-def _of_pair(id: str, time: PairTime, ranks: Sequence[RankFacts], *, found: str, expected: str) -> Finding:
+def _of_pair(
+    id: str,
+    time: PairTime,
+    ranks: Sequence[RankFacts],
+    *,
+    found: str,
+    expected: str,
+    others: Sequence[PairTime] = (),
+) -> Finding:
+    """About the direction `time`; of `others`, of the same hosts, the ranks are named."""
     source, destination = ranks[time.source], ranks[time.destination]
+    involved = (ranks[place] for one in (time, *others) for place in (one.source, one.destination))
     return finding(
         id,
-        slots=(source.slot, destination.slot),
+        slots=tuple(dict.fromkeys(rank.slot for rank in involved)),
         hosts=tuple(dict.fromkeys((source.host, destination.host))),
         found=f"rank {source.slot} to rank {destination.slot}: {found}",
         expected=expected,

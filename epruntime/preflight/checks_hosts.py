@@ -76,19 +76,23 @@ def check_shared_memory(
 
 
 def check_open_files(ranks: Sequence[RankFacts], expected: Expectations = EXPECTED) -> list[Finding]:
-    """RLIMIT_NOFILE holds the sockets to all other ranks and the checkpoint's files."""
+    """RLIMIT_NOFILE holds the sockets to all other ranks and the checkpoint's files. One finding per host."""
     found = []
-    for rank in ranks:
-        limit = rank.machine.open_files
-        needed = BASE_FILES + FILES_PER_PEER * (len(ranks) - 1) + rank.machine.checkpoint_files
-        if limit < 0 or limit >= needed + expected.spare_files:
+    for host, members in by_host(ranks).items():
+        low = []
+        for rank in members:
+            needed = BASE_FILES + FILES_PER_PEER * (len(ranks) - 1) + rank.machine.checkpoint_files
+            if 0 <= rank.machine.open_files < needed + expected.spare_files:
+                low.append((rank.machine.open_files, needed, rank))
+        if not low:
             continue
+        limit, needed, _ = min(low, key=lambda one: one[0] - one[1])
         found.append(
             finding(
                 "open-files-low",
                 severity=Severity.ERROR if limit < needed else Severity.WARNING,
-                slots=(rank.slot,),
-                hosts=(rank.host,),
+                slots=slots_of([rank for _, _, rank in low]),
+                hosts=(host,),
                 found=f"{limit} open files allowed (ulimit -n), about {needed} needed for "
                 f"{counted(len(ranks), 'rank')}",
                 expected=f"at least {needed + expected.spare_files}",
@@ -100,19 +104,35 @@ def check_open_files(ranks: Sequence[RankFacts], expected: Expectations = EXPECT
 def check_locked_memory(
     ranks: Sequence[RankFacts], setting: Setting, expected: Expectations = EXPECTED
 ) -> list[Finding]:
-    """RLIMIT_MEMLOCK, where something other than the CPU reads memory."""
+    """RLIMIT_MEMLOCK, where something other than the CPU reads memory. One finding per host."""
     if setting.device == "cpu":
         return []
     low = [rank for rank in ranks if 0 <= rank.machine.locked_memory < expected.locked_bytes]
     return [
         finding(
             "locked-memory-low",
-            slots=(rank.slot,),
-            hosts=(rank.host,),
-            found=f"{mib(rank.machine.locked_memory)} may be locked (ulimit -l)",
+            slots=slots_of(members),
+            hosts=(host,),
+            found=f"{mib(min(rank.machine.locked_memory for rank in members))} may be locked (ulimit -l)",
             expected=f"at least {mib(expected.locked_bytes)} for pinned buffers",
         )
-        for rank in low
+        for host, members in by_host(low).items()
+    ]
+
+
+def check_idle_ranks(ranks: Sequence[RankFacts], setting: Setting) -> list[Finding]:
+    """There is an expert for every rank."""
+    idle = slots_of(ranks)[setting.num_physical_experts :] if setting.num_physical_experts else ()
+    if not idle:
+        return []
+    return [
+        finding(
+            "ranks-idle",
+            slots=idle,
+            found=f"{counted(len(ranks), 'rank')} for {counted(setting.num_physical_experts, 'expert')} per layer: "
+            f"{counted(len(idle), 'rank has', 'ranks have')} none, and only attention to compute",
+            expected=f"at most {counted(setting.num_physical_experts, 'rank')}",
+        )
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from epruntime.preflight.expectations import VIRTUAL_INTERFACES
 from epruntime.preflight.facts import RankFacts, by_host, hosts_of, slots_of
 from epruntime.preflight.findings import Finding, finding
+from epruntime.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,37 +106,49 @@ def check_calls(calls: Sequence[Call], ranks: Sequence[RankFacts]) -> list[Findi
     """Every rank was reached by every other one at its address, and the store by all. One finding per pair of hosts."""
     host_of = {rank.slot: rank.host for rank in ranks}
     lost: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
+    strange: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
     found = []
     for call in calls:
         if call.error:
             lost[host_of[call.source], host_of.get(call.target, "")].append(call)
         elif call.target >= 0 and call.answered_by != call.target:
-            other = f"rank {call.answered_by}" if call.answered_by >= 0 else "a stranger"
-            found.append(
-                finding(
-                    "wrong-peer",
-                    slots=(call.source, call.target),
-                    hosts=_unique(host_of[call.source], host_of[call.target]),
-                    found=f"rank {call.source} called rank {call.target} at {call.address}, and {other} answered",
-                    expected=f"rank {call.target} on host {host_of[call.target]}",
-                )
+            strange[host_of[call.source], host_of[call.target]].append(call)
+    for (source, target), answered in strange.items():
+        first = answered[0]
+        other = f"rank {first.answered_by}" if first.answered_by >= 0 else "a stranger"
+        found.append(
+            finding(
+                "wrong-peer",
+                slots=_slots(answered),
+                hosts=_unique(source, target),
+                found=f"rank {first.source} called rank {first.target} at {first.address}, and {other} answered"
+                f"{_more(answered)}",
+                expected=f"rank {first.target} on host {target}",
             )
+        )
     for (source, target), failed in lost.items():
         first = failed[0]
         whom = f"rank {first.target} on host {target}" if first.target >= 0 else "the coordinator's store"
-        more = f" (and {len(failed) - 1} more such calls)" if len(failed) > 1 else ""
-        slots = sorted({slot for call in failed for slot in (call.source, call.target) if slot >= 0})
         found.append(
             finding(
                 "unreachable",
-                slots=tuple(slots),
+                slots=_slots(failed),
                 hosts=_unique(*(host for host in (source, target) if host)),
                 found=f"rank {first.source} on host {source} cannot reach {whom} at {first.address}: "
-                f"{first.error}{more}",
+                f"{first.error}{_more(failed)}",
                 expected="a TCP connection",
             )
         )
     return found
+
+
+def _slots(calls: Sequence[Call]) -> tuple[int, ...]:
+    return tuple(sorted({slot for call in calls for slot in (call.source, call.target) if slot >= 0}))
+
+
+def _more(calls: Sequence[Call]) -> str:
+    others = len(calls) - 1
+    return f" (and {counted(others, 'more such call')})" if others else ""
 
 
 def _loopback(hosts: dict[str, list[RankFacts]]) -> list[Finding]:
@@ -150,7 +163,7 @@ def _loopback(hosts: dict[str, list[RankFacts]]) -> list[Finding]:
                     slots=slots_of(alone),
                     hosts=(host,),
                     found=f"{machine.address} ({machine.address_by}) is reached by its own host alone",
-                    expected=f"an address that the other {len(hosts) - 1} host{'s' * (len(hosts) > 2)} reach",
+                    expected=f"an address that the other {counted(len(hosts) - 1, 'host')} reach",
                 )
             )
     return found

@@ -121,7 +121,8 @@ class Setting:
 
     Attributes:
         versions: of the coordinator. launcher, device: as configured. model: path of the checkpoint.
-        hidden_size, top_k, num_moe_layers, dtype_bytes: of the model. step_tokens: most tokens that a rank computes in
+        hidden_size, top_k, num_moe_layers, dtype_bytes: of the model. num_physical_experts: its experts per layer and
+            their copies; 0: not known. step_tokens: most tokens that a rank computes in
             a step. step_timeout_s: as configured.
     """
 
@@ -132,6 +133,7 @@ class Setting:
     hidden_size: int = 0
     top_k: int = 0
     num_moe_layers: int = 0
+    num_physical_experts: int = 0
     dtype_bytes: int = 4
     step_tokens: int = 0
     step_timeout_s: float = 120.0

@@ -91,6 +91,9 @@ CATALOG: dict[str, Kind] = {
     "cpus-oversubscribed": Kind(
         severity=_W, remedy="lower threads_per_rank, run fewer ranks on this host, or give it more cores"
     ),
+    "ranks-idle": Kind(
+        severity=_W, remedy="lower expert_parallel_size, or give every rank an expert with num_redundant_experts"
+    ),
     "clock-skew": Kind(severity=_W, remedy="run a time service (chrony, systemd-timesyncd) on every host"),
     "exchange-counts": Kind(
         severity=_E, remedy="the transport gives wrong counts: choose another one (--transport), and report this"
