@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from epruntime.worker.process import rank_process
 
@@ -32,10 +33,10 @@ def break_rank(slot: int) -> None:
 
     from epruntime.moe.layer import MoELayer
     from epruntime.worker import generation
+    from epruntime.worker.batch_dependent import make_batch_dependent
 
     now = {"fault": ""}
-    true_load, true_control = generation.Generation.load, generation.make_batch_dependent
-    true_forward = MoELayer.forward
+    true_load, true_forward = generation.Generation.load, MoELayer.forward
 
     def load(self: Any, *args: Any) -> Any:
         path = Path(os.environ[FAULT_FILE])
@@ -44,7 +45,7 @@ def break_rank(slot: int) -> None:
         return true_load(self, *args)
 
     def control(*args: Any) -> int:
-        return 0 if now["fault"] == "no_control" else true_control(*args)
+        return 0 if now["fault"] == "no_control" else make_batch_dependent(*args)
 
     def forward(self: MoELayer, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         fault, num_tokens = now["fault"], self._context.num_tokens
@@ -59,9 +60,10 @@ def break_rank(slot: int) -> None:
             return _other_bits(y_TH, 0, num_tokens)
         return y_TH
 
-    generation.Generation.load = load  # type: ignore[method-assign]
-    generation.make_batch_dependent = control  # type: ignore[assignment]
-    MoELayer.forward = MoELayer.__call__ = forward  # type: ignore[method-assign,assignment]
+    mock.patch.object(generation.Generation, "load", load).start()
+    mock.patch.object(generation, "make_batch_dependent", control).start()
+    mock.patch.object(MoELayer, "forward", forward).start()
+    mock.patch.object(MoELayer, "__call__", forward).start()
 
 
 def _other_bits(y_TH: Any, first: int, end: int) -> Any:
