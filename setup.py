@@ -32,8 +32,10 @@ KERNEL_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-er
 BINDING_FLAGS = ["-O2", "-std=c++20", "-fPIC", *WARNINGS]
 # GCC 12 warns of its own AVX-512 header, where `__m512i __Y = __Y` is how "undefined" is said.
 AVX512_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", *AVX512_WARNINGS]
 ISA_FLAGS = {
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", *AVX512_WARNINGS],
+    "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "kernels_avx512.cpp": AVX512,
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }
 
@@ -141,7 +143,7 @@ class BuildExtensions(build_ext):
         ]
         flags = {
             source: binding
-            if Path(source).name == "bindings.cpp"
+            if (ROOT / source).parent == CSRC
             else [*KERNEL_FLAGS, *machine, *ISA_FLAGS.get(Path(source).name, []), f"-I{CSRC}"]
             for source in ext.sources
         }

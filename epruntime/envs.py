@@ -32,7 +32,7 @@ VARIABLES: dict[str, tuple[Callable[[str], object], object, str]] = {
     ),
     "EPRUNTIME_DISABLE_EXTENSION": (_flag, False, "1: run the plain-torch paths even if the extension is built"),
     "EPRUNTIME_CPU_ISA": (
-        _choice("avx512", "avx2", "portable"),
+        _choice("avx512_bf16", "avx512", "avx2", "portable"),
         "",
         "instruction set of the C++ kernels; empty: the best that this CPU has",
     ),

@@ -59,6 +59,29 @@ struct CombineArgs {
     int64_t hidden;
 };
 
+// Products a . b of one shape of b and its own rows each; elements of a row of a are adjacent.
+struct GemmArgs {
+    DType dtype;
+    int64_t columns;       // N
+    int64_t depth;         // K
+    int64_t a_row_stride;  // in elements, as are all strides
+    // Column n of b begins at n * b_stride and is contiguous; or, if b_row_major, row k does at k * b_stride.
+    bool b_row_major;
+    int64_t b_stride;
+    int64_t out_row_stride;
+};
+
+// One product: rows of a times b, or a share of it.
+struct GemmUnit {
+    const void* a;      // [num_rows, K]
+    const void* b;      // [K, N]
+    const float* bias;  // [N], or null
+    void* out;          // [num_rows, N]
+    int64_t num_rows;
+    int64_t first_column;
+    int64_t num_columns;
+};
+
 // Keys are worked on in partitions that start at multiples of this. Changing it changes bits, not meaning.
 constexpr int64_t kPartition = 128;
 // Rows of one AttentionUnit at most.

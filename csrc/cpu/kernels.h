@@ -18,12 +18,15 @@ struct Kernels {
     // scratch: 64-byte aligned.
     void (*attention_unit)(const AttentionArgs& args, const AttentionUnit& unit, float* scratch);
     void (*combine)(const CombineArgs& args, int64_t first_token, int64_t last_token);
+    size_t (*gemm_scratch_floats)(const GemmArgs& args, const GemmUnit& unit);
+    void (*gemm_unit)(const GemmArgs& args, const GemmUnit& unit, float* scratch);  // scratch: 64-byte aligned.
 };
 
 extern const Kernels kPortableKernels;
 #ifdef EPRUNTIME_X86
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512Bf16Kernels;
 #endif
 
 // All that this CPU and its operating system can run, the best first.

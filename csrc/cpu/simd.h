@@ -63,6 +63,49 @@ inline Vec with_sign_of(Vec magnitude, Vec sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
 }
 
+// The first `count` elements, zeros in the other lanes.
+inline Vec load_first(const float* p, int64_t count) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+}
+// kLanes bf16 numbers, as bits in the low halves of the lanes.
+inline __m512i load_halves(const uint16_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline __m512i load_first_halves(const uint16_t* p, int64_t count) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p));
+}
+inline Vec load(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(load_halves(p), 16));
+}
+inline Vec load_first(const uint16_t* p, int64_t count) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(load_first_halves(p, count), 16));
+}
+
+// Lane i of x[j] and lane j of x[i] change places.
+inline void transpose(Vec x[kLanes]) {
+    Vec pair[16], quad[16];
+    for (int i = 0; i < 8; ++i) {
+        pair[2 * i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+        pair[2 * i + 1] = _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) {
+            const __m512d a = _mm512_castps_pd(pair[4 * i + j]), b = _mm512_castps_pd(pair[4 * i + 2 + j]);
+            quad[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            quad[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    for (int i = 0; i < 4; ++i) {
+        const Vec low0 = _mm512_shuffle_f32x4(quad[i], quad[4 + i], 0x88);
+        const Vec low1 = _mm512_shuffle_f32x4(quad[i], quad[4 + i], 0xDD);
+        const Vec high0 = _mm512_shuffle_f32x4(quad[8 + i], quad[12 + i], 0x88);
+        const Vec high1 = _mm512_shuffle_f32x4(quad[8 + i], quad[12 + i], 0xDD);
+        x[i] = _mm512_shuffle_f32x4(low0, high0, 0x88);
+        x[4 + i] = _mm512_shuffle_f32x4(low1, high1, 0x88);
+        x[8 + i] = _mm512_shuffle_f32x4(low0, high0, 0xDD);
+        x[12 + i] = _mm512_shuffle_f32x4(low1, high1, 0xDD);
+    }
+}
+
 // Lane i of the result is the sum of x[i]'s lanes, by the same tree for every i.
 inline Vec sum_each(const Vec x[kLanes]) {
     Vec pair[8], quad[4], half[2];
@@ -125,6 +168,39 @@ inline Vec magnitude(Vec x) {
 }
 inline Vec with_sign_of(Vec magnitude, Vec sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
+}
+
+inline Vec load_first(const float* p, int64_t count) {
+    float lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(count) * sizeof(float));
+    return load(lanes);
+}
+inline Vec load(const uint16_t* p) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline Vec load_first(const uint16_t* p, int64_t count) {
+    uint16_t lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(count) * sizeof(uint16_t));
+    return load(lanes);
+}
+
+inline void transpose(Vec x[kLanes]) {
+    Vec pair[8], quad[8];
+    for (int i = 0; i < 4; ++i) {
+        pair[2 * i] = _mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+        pair[2 * i + 1] = _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j) {
+            const __m256d a = _mm256_castps_pd(pair[4 * i + j]), b = _mm256_castps_pd(pair[4 * i + 2 + j]);
+            quad[4 * i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+            quad[4 * i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+        }
+    for (int i = 0; i < 4; ++i) {
+        x[i] = _mm256_permute2f128_ps(quad[i], quad[4 + i], 0x20);
+        x[4 + i] = _mm256_permute2f128_ps(quad[i], quad[4 + i], 0x31);
+    }
 }
 
 inline Vec sum_each(const Vec x[kLanes]) {
@@ -193,6 +269,35 @@ inline Vec magnitude(Vec x) {
 inline Vec with_sign_of(Vec magnitude, Vec sign) {
     for (int i = 0; i < kLanes; ++i) magnitude[i] = __builtin_copysignf(magnitude[i], sign[i]);
     return magnitude;
+}
+
+inline Vec load_first(const float* p, int64_t count) {
+    float lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(count) * sizeof(float));
+    return load(lanes);
+}
+inline Vec load(const uint16_t* p) {
+    typedef uint16_t Halves __attribute__((vector_size(8)));
+    Halves halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const VecInt bits = __builtin_convertvector(halves, VecInt) << 16;
+    Vec x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline Vec load_first(const uint16_t* p, int64_t count) {
+    uint16_t lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(count) * sizeof(uint16_t));
+    return load(lanes);
+}
+
+inline void transpose(Vec x[kLanes]) {
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = kept;
+        }
 }
 
 inline Vec sum_each(const Vec x[kLanes]) {

@@ -1,9 +1,12 @@
 """Matrix products whose rows do not know one another ("batch-invariant").
 
 Every element of a result is one sum over k in one fixed order, in fp32, rounded once to the result's dtype. The order
-depends on K alone: not on the number of rows or columns, not on a row's place, not
+depends on the dtype, K and the instruction set alone: not on the number of rows or columns, not on a row's place, not
 on how b lies in memory, and not on the number of threads, which share out columns and rows and never k. So a row has
 the same bits alone and among any others, and NaN or infinity in one row never reaches another.
+
+Bits differ between instruction sets (`kernel_signature` names the one in use), and between the C++ kernels and the
+reference. bf16 on `avx512_bf16` takes subnormal numbers (below 2^-126) for zero, as the instruction does.
 
 Shape letters: M rows, N columns, K summed over, B matrices of a batch; P rows in groups, S groups, I = K, O = N.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from epruntime.ops import checks, reference
+from epruntime.ops.extension import load
 
 
 def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,6 +34,10 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None =
     Raises:
         ValueError: a shape or dtype is wrong.
     """
+    extension = load()
+    if extension is not None and a_MK.device.type == "cpu":
+        result: torch.Tensor = extension.matmul(a_MK, b_KN, bias_N)
+        return result
     checks.matmul(a_MK, b_KN, bias_N)
     return reference.matmul(a_MK, b_KN, bias_N)
 
@@ -47,6 +55,10 @@ def bmm(a_BMK: torch.Tensor, b_BKN: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: a shape or dtype is wrong.
     """
+    extension = load()
+    if extension is not None and a_BMK.device.type == "cpu":
+        result: torch.Tensor = extension.bmm(a_BMK, b_BKN)
+        return result
     checks.bmm(a_BMK, b_BKN)
     return reference.bmm(a_BMK, b_BKN)
 
@@ -66,5 +78,9 @@ def grouped_matmul(x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.T
     Raises:
         ValueError: a shape or dtype is wrong, or the ends descend or exceed P.
     """
+    extension = load()
+    if extension is not None and x_PI.device.type == "cpu":
+        result: torch.Tensor = extension.grouped_matmul(x_PI, matrix_SIO, ends_S)
+        return result
     checks.grouped_matmul(x_PI, matrix_SIO, ends_S)
     return reference.grouped_matmul(x_PI, matrix_SIO, ends_S)

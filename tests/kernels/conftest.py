@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epruntime.ops import attention, combine, dispatch, extension
+from epruntime.ops import attention, combine, dispatch, extension, gemm
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable", "reference"])
+@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "portable", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Makes `epruntime.ops` run one implementation."""
     name = request.param
     if name == "reference":
-        for module in (attention, combine, dispatch):
+        for module in (attention, combine, dispatch, gemm):
             monkeypatch.setattr(module, "load", lambda: None)
         yield name
         return

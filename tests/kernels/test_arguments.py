@@ -12,6 +12,7 @@ import torch
 from epruntime.ops.attention import paged_attention, write_kv_cache
 from epruntime.ops.combine import combine_rows
 from epruntime.ops.dispatch import pack_rows
+from epruntime.ops.gemm import bmm, grouped_matmul, matmul
 
 
 def attention_arguments() -> dict[str, Any]:
@@ -100,6 +101,37 @@ OTHERS: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = [
         combine_rows,
         (torch.zeros(2, 4), int32(0, 1).view(1, 2), torch.zeros(1, 2, dtype=torch.float64)),
         "combine_rows: weights is torch.float64, must be torch.float32",
+    ),
+    (matmul, (torch.zeros(2, 4).double(), torch.zeros(4, 3)), "matmul: a is torch.float64, must be torch.float32 or"),
+    (matmul, (torch.zeros(2, 4), torch.zeros(4, 3).bfloat16()), "matmul: b is torch.bfloat16, must be torch.float32"),
+    (matmul, (torch.zeros(2, 4), torch.zeros(3, 4)), "matmul: a is [2, 4], b [3, 4]"),
+    (matmul, (torch.zeros(4), torch.zeros(4, 3)), "matmul: a has 1 dimensions, must have 2"),
+    (matmul, (torch.zeros(2, 4), torch.zeros(4, 3), torch.zeros(2)), "matmul: bias has 2 elements for 3 columns"),
+    (
+        matmul,
+        (torch.zeros(2, 4), torch.zeros(4, 3), torch.zeros(3).bfloat16()),
+        "matmul: bias is torch.bfloat16, must be torch.float32",
+    ),
+    (bmm, (torch.zeros(2, 1, 4), torch.zeros(1, 4, 3)), "bmm: a is [2, 1, 4], b [1, 4, 3]"),
+    (
+        grouped_matmul,
+        (torch.zeros(2, 4), torch.zeros(2, 4, 3), int32(2)),
+        "grouped_matmul: 1 ends for 2 matrices",
+    ),
+    (
+        grouped_matmul,
+        (torch.zeros(2, 4), torch.zeros(2, 4, 3), int32(1, 0)),
+        "grouped_matmul: ends[1] = 0 is less than the one before, 1",
+    ),
+    (
+        grouped_matmul,
+        (torch.zeros(2, 4), torch.zeros(2, 4, 3), int32(1, 3)),
+        "grouped_matmul: ends[1] = 3, but x has 2 rows",
+    ),
+    (
+        grouped_matmul,
+        (torch.zeros(2, 4), torch.zeros(1, 4, 3), torch.tensor([2])),
+        "grouped_matmul: ends is torch.int64, must be torch.int32",
     ),
 ]
 
