@@ -7,8 +7,11 @@ cases do not reach. What is in no row is refused.
 from __future__ import annotations
 
 #: Types of rotary embedding that the tests cover. They are transformers' own code and depend on positions alone; the
-#: last two on the length of the sequence too (`rope.py`).
-COVERED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"})
+#: last two on the length of the sequence too (`rope.py`). "ntk_alpha" is what hunyuan_v1_moe makes of "dynamic" with an
+#: alpha.
+COVERED_ROPE_TYPES = frozenset(
+    {"default", "linear", "llama3", "yarn", "proportional", "ntk_alpha", "longrope", "dynamic"}
+)
 
 #: Types that the oldest supported transformers lacks, or has in another form (experts outside the experts interface, an
 #: indexer with another signature) -> the first version that the tests ran on.

@@ -278,5 +278,5 @@ def longest_sequence(config: Any) -> int:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     if all(p.get("rope_type") == "dynamic" for p in nested):
-        return int(longest * min(max(1.0, float(p["factor"])) for p in nested))
+        return int(longest * min(max(1.0, float(p.get("factor") or 1.0)) for p in nested))
     return longest
