@@ -5,7 +5,7 @@ of one sequence and the index keys of its whole history -> positions [T, W] -> t
 
 The indexer's formula stays transformers' own, which differs in details between families. Three things are ours: index
 keys live in the paged cache beside the latents, equal scores go to the earliest keys (torch's top-k names any), and
-rows and keys are padded, so that a row's scores do not depend on how many others there are.
+a sequence is worked on by itself.
 
 Shape letters: T rows of the flat batch, W selected keys of a row, L keys of a sequence, I index key size, D row size.
 """
@@ -18,14 +18,11 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from epruntime.models.batch import ForwardBatch
 from epruntime.ops.attention import write_kv_cache
 
-#: Rows and keys of one sequence are padded to a multiple of it.
-_PAD = 64
 _ORIGINAL = "_epruntime_forward"
 _ARGUMENTS = ("hidden_states", "q_resid", "position_embeddings", "attention_mask")
 
@@ -110,23 +107,17 @@ def select(
     for s, length in enumerate(batch.seq_lens_S.tolist()):
         part = slice(starts[s], starts[s + 1])
         count = starts[s + 1] - starts[s]
-        padding = -count % _PAD
-
-        def rows_of(x_1TD: torch.Tensor, part: slice = part, padding: int = padding) -> torch.Tensor:
-            return F.pad(x_1TD[:, part], (0, 0, 0, padding))
 
         def keys(key_1TI: torch.Tensor, s: int = s, part: slice = part, length: int = length) -> torch.Tensor:
-            write_kv_cache(key_1TI[0, : part.stop - part.start, None], index_cache_NBI[:, :, None], batch.slots_T[part])
+            write_kv_cache(key_1TI[0, :, None], index_cache_NBI[:, :, None], batch.slots_T[part])
             table = batch.block_tables_SB[s, : -(-length // index_cache_NBI.shape[1])].long()
-            history_LI = index_cache_NBI[table].flatten(0, 1)[:length]
-            return F.pad(history_LI, (0, 0, 0, -length % _PAD))[None]
+            return index_cache_NBI[table].flatten(0, 1)[None, :length]
 
         position_T = torch.arange(length - count, length)
-        key_L = torch.arange(length + -length % _PAD)
-        mask_TL = key_L <= F.pad(position_T, (0, padding))[:, None]
+        mask_TL = torch.arange(length) <= position_T[:, None]
         cos, sin = position_embeddings
-        rows = (rows_of(hidden_1TH), rows_of(q_resid_1TR), (rows_of(cos), rows_of(sin)))
-        index_TW = run(indexer, rows, mask_TL[None], keys)[0, :count].long()
+        rows = (hidden_1TH[:, part], q_resid_1TR[:, part], (cos[:, part], sin[:, part]))
+        index_TW = run(indexer, rows, mask_TL[None], keys)[0].long()
         beyond = length  # sorts behind every position
         index_TW = index_TW.masked_fill(index_TW > position_T[:, None], beyond).sort(dim=-1).values
         selected.append(index_TW.masked_fill(index_TW == beyond, -1))

@@ -21,13 +21,14 @@ from epruntime.moe.placement import placement_for
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
-from epruntime.ops.padding import steady_rows
+from epruntime.ops import batch_invariant
 from epruntime.worker.batch_dependent import make_batch_dependent
 from epruntime.worker.input_batch import InputBatch
 from epruntime.worker.kv_budget import num_kv_blocks, resolve_max_model_len
 from epruntime.worker.layer_trace import LayerTrace
 from epruntime.worker.letters import Configure, Load
 from epruntime.worker.memory import free_memory_bytes
+from epruntime.worker.rehearsal import rehearse
 from epruntime.worker.runner import ModelRunner
 
 logger = logging.getLogger("epruntime.worker.generation")
@@ -43,6 +44,8 @@ class ServedModel:
         model: weights, KV cache and description; runner: executes plans on it; moe: what its MoE layers share.
         num_kv_blocks, block_size: geometry of the KV cache; max_model_len: tokens.
         layer_trace: where the `load` message asks for one.
+        unsteady_ops: under invariance=strict, ops of the model's that are not known to give a row the same bits in any
+            batch.
     """
 
     model: LoadedModel
@@ -52,6 +55,7 @@ class ServedModel:
     block_size: int
     max_model_len: int
     layer_trace: LayerTrace | None = None
+    unsteady_ops: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Body of the `loaded` reply."""
@@ -74,6 +78,7 @@ class ServedModel:
                 "bytes": self.num_kv_blocks * self.model.kv_bytes_per_block(self.block_size),
             },
             "num_requests": self.runner.num_requests,
+            "unsteady_ops": list(self.unsteady_ops),
         }
 
     def counters(self) -> dict[str, Any]:
@@ -91,7 +96,8 @@ class ServedModel:
         return self.layer_trace.take()
 
     def close(self) -> None:
-        """Lets go of weights and KV cache."""
+        """Lets go of weights, KV cache and row-independent ops."""
+        batch_invariant.uninstall()
         self.model.close()
         self.moe.store.clear()
 
@@ -140,12 +146,22 @@ class Generation:
         return self.transport.name
 
     def load(self, letter: Load, progress: ProgressCallback) -> ServedModel:
-        """Loads this rank's part of a model and takes its KV cache.
+        """Loads this rank's part of a model and takes its KV cache; row-independent ops are in place if it is strict.
 
         Raises:
             UnsupportedModelError, CheckpointError: the model is refused or damaged.
             ConfigError: lengths, budgets or a backend that cannot work.
         """
+        batch_invariant.uninstall()
+        if self.config.strict:
+            batch_invariant.install()
+        try:
+            return self._load(letter, progress)
+        except BaseException:
+            batch_invariant.uninstall()
+            raise
+
+    def _load(self, letter: Load, progress: ProgressCallback) -> ServedModel:
         stamps = self.context.stamps
         stamps.note("headers")
         # Reads headers only: what is refused is refused before any weight is read.
@@ -184,15 +200,9 @@ class Generation:
             max_model_len=max_model_len,
             vocab_size=model.info.vocab_size,
             rope=model.info.rope,
-            strict=config.strict,
         )
-        if config.strict and not steady_rows(model.info.hidden_size, model.info.dtype):
-            logger.warning(
-                "the model's hidden size of %d floats is no multiple of 16 bytes: torch's narrow products then depend "
-                "on a row's place in the batch, and the last bits of a request's logits on its batch-mates, in spite "
-                "of invariance=strict",
-                model.info.hidden_size,
-            )
+        stamps.note("rehearsal")
+        unsteady_ops = self._rehearse(model, moe, letter.block_size) if config.strict else ()
         if letter.batch_dependent:
             layer = make_batch_dependent(model.module, self.context)
             logger.info("negative control: layer %d depends on the batch on purpose", layer)
@@ -207,7 +217,23 @@ class Generation:
             block_size=letter.block_size,
             max_model_len=max_model_len,
             layer_trace=trace,
+            unsteady_ops=unsteady_ops,
         )
+
+    def _rehearse(self, model: LoadedModel, moe: MoERuntime, block_size: int) -> tuple[str, ...]:
+        """Completes the row-independent ops with what this model needs, and names the ops that are not among them."""
+        census = rehearse(model, moe, block_size=block_size)
+        if census.multiplies_complex:
+            batch_invariant.install(complex_products=True)
+        unsteady = tuple(sorted(census.unsteady))
+        if unsteady:
+            logger.warning(
+                "%s uses ops that are not known to give a row the same bits in any batch, and invariance=strict may "
+                "not hold for it: %s",
+                model.info.model_type,
+                ", ".join(unsteady),
+            )
+        return unsteady
 
     def close(self) -> None:
         """Ends the exchange; ranks that still wait for this one get an error."""

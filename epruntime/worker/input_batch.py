@@ -15,7 +15,6 @@ import torch
 from epruntime.errors import ProtocolError
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
-from epruntime.ops.padding import padded_rows
 from epruntime.plan import NewRequest, StepPlan
 from epruntime.worker.request import RankRequest
 
@@ -67,7 +66,6 @@ class InputBatch:
         max_num_batched_tokens: most valid rows of a step.
         max_model_len: longest history.
         vocab_size: token ids are below this.
-        strict: pad the flat batch and the logits rows so that a row's bits do not depend on their count.
         rope: how keys depend on the length of their sequence.
     """
 
@@ -79,7 +77,6 @@ class InputBatch:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        strict: bool,
         rope: RopeLengths = LENGTH_HAS_NO_EFFECT,
     ) -> None:
         self._requests: dict[int, RankRequest] = {}
@@ -87,15 +84,14 @@ class InputBatch:
         self._block_size, self._num_kv_blocks = block_size, num_kv_blocks
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._rope, self._rope_lens_S = rope, np.zeros(max_num_batched_tokens, np.int32)
-        self._vocab_size, self.strict = vocab_size, strict
-        rows = padded_rows(max_num_batched_tokens, strict=strict)
-        self._input_ids_T = np.zeros(rows, np.int64)
-        self._positions_T = np.zeros(rows, np.int64)
-        self._slots_T = np.zeros(rows, np.int64)
+        self._vocab_size = vocab_size
+        self._input_ids_T = np.zeros(max_num_batched_tokens, np.int64)
+        self._positions_T = np.zeros(max_num_batched_tokens, np.int64)
+        self._slots_T = np.zeros(max_num_batched_tokens, np.int64)
         self._query_starts_S1 = np.zeros(max_num_batched_tokens + 1, np.int32)
         self._seq_lens_S = np.zeros(max_num_batched_tokens, np.int32)
         self._block_tables = np.zeros(0, np.int32)
-        self._logits_rows_N = np.zeros(rows, np.int64)
+        self._logits_rows_N = np.zeros(max_num_batched_tokens, np.int64)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -218,13 +214,8 @@ class InputBatch:
     ) -> ForwardBatch:
         if num_tokens == 0:
             return ForwardBatch.idle()
-        rows = padded_rows(num_tokens, strict=self.strict)
-        self._input_ids_T[num_tokens:rows] = 0
-        self._positions_T[num_tokens:rows] = 0
-        self._slots_T[num_tokens:rows] = -1
-        num_logits, sequences = padded_rows(len(logits_rows), strict=self.strict), len(scheduled)
-        self._logits_rows_N[: len(logits_rows)] = logits_rows
-        self._logits_rows_N[len(logits_rows) : num_logits] = 0  # any row will do: nobody reads these logits
+        num_logits, sequences = len(logits_rows), len(scheduled)
+        self._logits_rows_N[:num_logits] = logits_rows
         if self._block_tables.size < sequences * widest:
             self._block_tables = np.zeros(2 * sequences * widest, np.int32)
         tables_SB = self._block_tables[: sequences * widest].reshape(sequences, widest)
@@ -233,9 +224,9 @@ class InputBatch:
             tables_SB[s, :used] = request.block_ids[:used]
             tables_SB[s, used:] = 0
         return ForwardBatch(
-            input_ids_T=torch.from_numpy(self._input_ids_T[:rows]),
-            positions_T=torch.from_numpy(self._positions_T[:rows]),
-            slots_T=torch.from_numpy(self._slots_T[:rows]),
+            input_ids_T=torch.from_numpy(self._input_ids_T[:num_tokens]),
+            positions_T=torch.from_numpy(self._positions_T[:num_tokens]),
+            slots_T=torch.from_numpy(self._slots_T[:num_tokens]),
             query_starts_S1=torch.from_numpy(self._query_starts_S1[: sequences + 1]),
             seq_lens_S=torch.from_numpy(self._seq_lens_S[:sequences]),
             block_tables_SB=torch.from_numpy(tables_SB),

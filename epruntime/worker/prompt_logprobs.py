@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from epruntime.ops.padding import ROW_MULTIPLE, padded_rows
 from epruntime.plan import TokenLogprobs
 from epruntime.worker.input_batch import PromptPiece
 from epruntime.worker.sampler import not_finite, token_logprobs
 
-#: float32 logits of one run of the head, bytes; at least ROW_MULTIPLE rows are run
+#: float32 logits of one run of the head, bytes; at least one row is run
 _LOGITS_BYTES = 64 * 2**20
 
 
@@ -37,8 +35,8 @@ class PromptLogprobs:
 
 
 def rows_at_a_time(vocab_size: int) -> int:
-    """Rows of one run of the head: a multiple of ROW_MULTIPLE, at least one."""
-    return max(_LOGITS_BYTES // (4 * vocab_size) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    """Rows of one run of the head."""
+    return max(_LOGITS_BYTES // (4 * vocab_size), 1)
 
 
 def prompt_logprobs(
@@ -46,13 +44,11 @@ def prompt_logprobs(
     pieces: Sequence[PromptPiece],
     *,
     vocab_size: int,
-    strict: bool,
 ) -> PromptLogprobs:
     """Computes them; a request whose logits are not finite ends up in `errors`, and the others are untouched.
 
     Args:
         logits_of: rows of the last forward, int64 [N] -> float32 logits [N, V].
-        strict: pad the rows of a run, so that a row's bits do not depend on their number.
     """
     entries: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
@@ -61,10 +57,9 @@ def prompt_logprobs(
     step = rows_at_a_time(vocab_size)
     for start in range(0, len(wanted), step):
         run = wanted[start : start + step]
-        rows_N = np.zeros(padded_rows(len(run), strict=strict), np.int64)  # any row will do as padding
-        rows_N[: len(run)] = [piece.row + k for piece, k in run]
-        logits_NV = logits_of(torch.from_numpy(rows_N)).cpu().numpy()
-        for row_V, (piece, k) in zip(logits_NV, run, strict=False):
+        rows_N = torch.tensor([piece.row + k for piece, k in run], dtype=torch.int64)
+        logits_NV = logits_of(rows_N).cpu().numpy()
+        for row_V, (piece, k) in zip(logits_NV, run, strict=True):
             request = piece.request
             if request.rid in errors:
                 continue

@@ -75,11 +75,9 @@ class ModelRunner:
             self._on_batch(batch)
         logits_NV = self._model.forward(batch.forward)
         self._context.stamps.sampling()
-        prompts = prompt_logprobs(
-            self._model.logits, batch.prompts, vocab_size=logits_NV.shape[1], strict=self._inputs.strict
-        )
+        prompts = prompt_logprobs(self._model.logits, batch.prompts, vocab_size=logits_NV.shape[1])
         rows = [SamplingRow(spec=r.sampling, position=r.num_tokens, adjuster=r.adjuster) for r in batch.sampling]
-        sampled = sample(logits_NV[: len(rows)], rows)
+        sampled = sample(logits_NV, rows)
         return self._conclude(plan, batch, sampled, prompts, refused)
 
     def _conclude(

@@ -95,7 +95,7 @@ def expected_tokens(prompt: list[int], spec: SamplingSpec, *, num_prompt: int | 
             return out, FINISH_LENGTH
 
 
-def make_runner(max_num_batched_tokens: int = 64, strict: bool = True) -> tuple[ModelRunner, HistoryModel, StepContext]:
+def make_runner(max_num_batched_tokens: int = 64) -> tuple[ModelRunner, HistoryModel, StepContext]:
     model, context = HistoryModel(), StepContext()
     inputs = InputBatch(
         block_size=BLOCK,
@@ -103,7 +103,6 @@ def make_runner(max_num_batched_tokens: int = 64, strict: bool = True) -> tuple[
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=100,
         vocab_size=VOCABULARY,
-        strict=strict,
     )
     return ModelRunner(model, context=context, inputs=inputs), model, context
 

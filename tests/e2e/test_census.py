@@ -1,0 +1,65 @@
+"""No served model asks the CPU for an op outside the table of `epruntime.ops.batch_invariant`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from epruntime.models.conformance import COVERED
+from epruntime.models.loader import load_model
+from epruntime.ops import batch_invariant
+from epruntime.ops.census import Census
+from epruntime.testing import tiny_models
+from epruntime.testing.ragged import SCHEDULE, RaggedDriver, local_runtime, sequences_for
+from epruntime.worker.rehearsal import rehearse
+
+#: Types that `make test` runs: those with an op that few others have.
+SLICE = frozenset(
+    ["beam", "deepseek_v2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss", "laguna", "mixtral", "phimoe"]
+)
+TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.available(COVERED)]
+COMPLEX = {"deepseek_v2", "llama4_text"}
+
+
+@pytest.fixture(autouse=True)
+def own_ops() -> Iterator[None]:
+    batch_invariant.install()
+    yield
+    batch_invariant.uninstall()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
+    _, reference = tiny_models.build(model_type)
+    moe = local_runtime()
+    model = load_model(tiny_models.save(reference, tmp_path), dtype="float32", moe=moe)
+    driver = RaggedDriver(model, row_multiple=1)
+    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=1)
+    model_forward = Census()
+    with model_forward:
+        driver.step([("a", tokens["a"][:5]), ("b", tokens["b"][:7])])
+        driver.step([("a", tokens["a"][5:6])])
+    assert not model_forward.unsteady
+    assert model_forward.multiplies_complex == (model_type in COMPLEX)
+    rehearsal = rehearse(model, moe, block_size=driver.block_size)
+    assert not rehearsal.unsteady
+    assert rehearsal.multiplies_complex == model_forward.multiplies_complex
+    assert {"mm", "_to_copy"} <= rehearsal.ops <= model_forward.ops, rehearsal.ops - model_forward.ops
+    left = model_forward.ops - rehearsal.ops
+    assert not left & set(batch_invariant.REPLACED), "the rehearsal sees what is computed by the model itself"
+
+
+def test_an_unknown_op_is_named() -> None:
+    x = torch.randn(3, 4)
+    with Census() as census, torch.inference_mode():
+        torch.nn.functional.glu(x)
+        torch.add(x, x, alpha=2)
+        x.sum()
+        torch.nn.functional.linear(x, x)
+        x.long().sum()
+        torch.mm(x, x.t(), out=torch.empty(3, 3))
+    assert census.unsteady == {"glu", "add.Tensor with alpha", "sum over the whole batch", "mm.out"}
+    assert "mm" in census.ops
