@@ -25,6 +25,7 @@ from epruntime.engine.observer import AdmittedRequest, FinishedRequest, NewToken
 from epruntime.engine.stats import LayerLoad
 from epruntime.engine.status import EngineState
 from epruntime.errors import EngineDeadError, QueueFullError
+from epruntime.moe.counters import LAYER_COUNTERS
 from epruntime.outputs import RequestMetrics as Times
 from epruntime.serve.gate import Gate
 from epruntime.serve.metrics import Metrics
@@ -173,6 +174,8 @@ def test_expert_load(per_expert) -> None:
         assert seen.value("epruntime_rank_expert_tokens_total", layer="3", rank="0") == 4
         assert seen.sum("epruntime_rank_expert_tokens_total", layer="11") == 6
         assert seen.value("epruntime_expert_balancedness", layer="3") == 0.75
+        place = LAYER_COUNTERS.index("replica_pairs") + 1
+        assert seen.value("epruntime_replica_tokens_total", rank="1") == 10 * place + 1
         assert len(seen.all("epruntime_expert_tokens_total")) == 6 * per_expert
         if per_expert:
             assert seen.value("epruntime_expert_tokens_total", layer="11", expert="1") == 6
