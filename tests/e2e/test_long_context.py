@@ -1,30 +1,47 @@
 """Long sequences, in parts over the paged cache, equal transformers: rotary embeddings, windows, chunks, selection.
 
 Some thousand tokens on tiny models: positions far beyond the original length that a rotary embedding was made for,
-windows and chunks that are passed many times, an indexer that leaves out most keys. The oracle is eager transformers in
-fp64 on the whole sequence at once.
+windows and chunks that are passed many times, an indexer that leaves out most keys. The oracle is transformers in
+fp64, each sequence alone: a prompt at once, then token by token over its cache.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from epruntime.models import adapter
 from epruntime.models.loader import load_model
 from epruntime.testing import tiny_models
-from epruntime.testing.ragged import compare, local_runtime
+from epruntime.testing.prompts import prompt_of
+from epruntime.testing.ragged import RaggedDriver, compare, fresh, local_runtime
 
 _SCALED = {"rope_theta": 1e4, "original_max_position_embeddings": 256}
 _YARN = {"rope_type": "yarn", "factor": 16.0, **_SCALED}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_SCALED}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.02 * i for i in range(8)],
+    "long_factor": [2.0 + 2.0 * i for i in range(8)],
+    "original_max_position_embeddings": 1024,
+}
+_PHI = {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3_moe", {"rope_parameters": _YARN}),
     "yarn latent": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "llama3": ("mixtral", {"rope_parameters": _LLAMA3}),
     "linear": ("mixtral", {"rope_parameters": _LINEAR}),
+    "longrope": ("phimoe", {"rope_parameters": _PHI}),
+    "dynamic": ("glm4_moe", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 512}),
     "window": ("mixtral", {"sliding_window": 300}),
     "window and sinks": ("gpt_oss", {"sliding_window": 128}),
     "chunks and temperature": ("llama4_text", {"attention_chunk_size": 512, "floor_scale": 256}),
@@ -43,19 +60,137 @@ TIMES_EAGER, SHARE = 3.0, 2e-6
 
 
 #: What `make test` runs; the others take longer, and `make test-all` runs them.
-SLICE = ("yarn", "yarn latent", "llama3")
+SLICE = ("yarn", "yarn latent", "llama3", "longrope", "dynamic")
+
+
+def _layers(model_type: str) -> dict[str, Any]:
+    if model_type == "gpt_oss":
+        return {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    return {"num_hidden_layers": 4 if model_type == "llama4_text" else 2}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SLICE else pytest.mark.full) for n in CASES])
 def test_long_sequences_equal_transformers(name: str, tmp_path: Path) -> None:
     model_type, overrides = CASES[name]
-    layers = {"num_hidden_layers": 4 if model_type == "llama4_text" else 2}
-    if model_type == "gpt_oss":
-        layers["layer_types"] = ["sliding_attention", "full_attention"]  # type: ignore[assignment]
-    _, reference = tiny_models.build(model_type, max_position_embeddings=4096, **{**layers, **overrides})
+    _, reference = tiny_models.build(
+        model_type, **{"max_position_embeddings": 4096, **_layers(model_type), **overrides}
+    )
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="float32", moe=local_runtime())
     found = compare(reference, model, schedule=SCHEDULE, num_blocks=190, block_size=16)
     assert found.largest_logit > 0.5
     assert found.error <= TIMES_EAGER * found.eager_error + SHARE * found.largest_logit, found
     assert found.eager_error < 1e-3 * found.largest_logit, f"the oracle itself is unsteady: {found}"
+
+
+def _beyond(original: int, **parameters: Any) -> dict[str, Any]:
+    return {"rope_theta": 1e4, "original_max_position_embeddings": original, **parameters}
+
+
+_FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
+#: Sequences of 8,000, 5,000 and 2,000 tokens, then 16 of greedy decoding. name -> (type, configuration)
+LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("qwen3_moe", {"rope_parameters": _beyond(2048, rope_type="yarn", factor=4.0)}),
+    "yarn latent": (
+        "deepseek_v3",
+        {"rope_parameters": _beyond(2048, rope_type="yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.0)},
+    ),
+    "llama3": (
+        "minimax_m2",
+        {"rope_parameters": _beyond(4096, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)},
+    ),
+    "linear, window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 1500, "max_window_layers": 1}),
+    "longrope": ("phimoe", {"rope_parameters": {**_PHI, "original_max_position_embeddings": 4096}}),
+    "longrope of some layers, window": (
+        "mellum",
+        {
+            "layer_types": _FULL_AND_SLIDING,
+            "sliding_window": 1000,
+            "rope_parameters": {
+                "full_attention": {**_LONGROPE, "original_max_position_embeddings": 4096},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "dynamic": ("granitemoe", {"rope_parameters": {**_DYNAMIC, "factor": 4.0}, "max_position_embeddings": 2048}),
+    "dynamic, latent, complex": (
+        "deepseek_v2",
+        {"rope_parameters": {**_DYNAMIC, "factor": 4.0}, "max_position_embeddings": 3000},
+    ),
+    "proportional, window": ("gemma4_text", {"layer_types": _FULL_AND_SLIDING, "sliding_window": 512}),
+    "chunks and temperature": ("llama4_text", {"attention_chunk_size": 2048, "floor_scale": 2048}),
+}
+LENGTHS = {"a": 8000, "b": 5000, "c": 2000}
+NEW_TOKENS = 16
+
+
+def _steps() -> Iterator[dict[str, int]]:
+    """Tokens of each sequence per step: parts of several hundred that differ, until all prompts are there."""
+    left, sizes = dict(LENGTHS), (900, 613, 250, 1, 1024)
+    for i in range(1000):
+        items = {name: min(n, sizes[(i + k) % len(sizes)]) for k, (name, n) in enumerate(left.items()) if n}
+        if not items:
+            return
+        left = {name: n - items.get(name, 0) for name, n in left.items()}
+        yield items
+
+
+@torch.inference_mode()
+def _alone(reference: Any, prompt: torch.Tensor, forced: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+    """(logits [n + 15, V] of a prompt and of its greedy continuation, or of `forced`; the 16 tokens)."""
+    model = fresh(reference)
+    keyword = adapter.cache_keyword(model)
+    out = model(input_ids=prompt[None], use_cache=True)
+    logits, tokens = [out.logits[0]], []
+    for i in range(NEW_TOKENS):
+        tokens.append(logits[-1][-1].argmax() if forced is None else forced[i])
+        if i < NEW_TOKENS - 1:
+            position = torch.tensor([[len(prompt) + i]])
+            cache = {keyword: next(out[name] for name in (keyword, "past_key_values") if name in out)}
+            out = model(input_ids=tokens[-1][None, None], position_ids=position, use_cache=True, **cache)
+            logits.append(out.logits[0])
+    return torch.cat(logits), torch.stack(tokens)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LONGEST)
+def test_8000_tokens_and_their_mates(name: str, tmp_path: Path) -> None:
+    model_type, overrides = LONGEST[name]
+    _, reference = tiny_models.build(
+        model_type, **{"max_position_embeddings": 8192, **_layers(model_type), **overrides}
+    )
+    tiny_models.save(reference, tmp_path)
+    reference.set_attn_implementation("sdpa")  # eager would hold all scores at once
+    reference.set_experts_implementation("eager")
+    exact = copy.deepcopy(reference).double()
+    prompts = {n: torch.tensor(prompt_of(size, 1)) for n, size in LENGTHS.items()}
+    expected = {n: _alone(exact, prompt) for n, prompt in prompts.items()}
+    plain = {n: _alone(reference, prompt, expected[n][1])[0] for n, prompt in prompts.items()}
+
+    model = load_model(tmp_path, dtype="float32", moe=local_runtime())
+    assert model.info.max_position_embeddings >= 8192
+    driver = RaggedDriver(model, num_blocks=970, block_size=16, rope_lens=LENGTHS)
+    found: dict[str, list[torch.Tensor]] = {n: [] for n in prompts}
+    done = dict.fromkeys(prompts, 0)
+    for items in _steps():
+        parts = [(n, prompts[n][done[n] : done[n] + count]) for n, count in items.items()]
+        for (n, part), logits in zip(parts, driver.step(parts), strict=True):
+            found[n].append(logits)
+            done[n] += len(part)
+    for i in range(NEW_TOKENS - 1):
+        for n, logits in zip(prompts, driver.step([(n, expected[n][1][i : i + 1]) for n in prompts]), strict=True):
+            found[n].append(logits)
+
+    errors = {n: (torch.cat(found[n]).double() - expected[n][0]).abs() for n in prompts}
+    eager = max((plain[n].double() - expected[n][0]).abs().max().item() for n in prompts)
+    largest = max(logits.abs().max().item() for logits, _ in expected.values())
+    worst = {n: error.nan_to_num(nan=math.inf).max().item() for n, error in errors.items()}
+    assert largest > 0.5
+    assert eager < 1e-3 * largest, f"the oracle itself is unsteady: {eager} of {largest}"
+    assert max(worst.values()) <= TIMES_EAGER * eager + SHARE * largest, (worst, eager)
+    for n, (logits, tokens) in expected.items():
+        rows = torch.cat(found[n])[-NEW_TOKENS:]
+        best = logits[-NEW_TOKENS:].topk(2).values
+        clear = best[:, 0] - best[:, 1] > 2 * worst[n]
+        assert int(clear.sum()) > NEW_TOKENS // 2
+        assert rows.argmax(-1)[clear].tolist() == tokens[clear].tolist()
