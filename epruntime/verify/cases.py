@@ -22,6 +22,8 @@ _CROWD = 8
 _ROWS_TOKENS = 4
 _BUDGET_ROWS = 5
 _NUM_SHIFTS = 3
+#: weights above which nothing is tried unasked that takes much more memory per rank.
+LARGE_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +283,9 @@ def _replicas(s: Setting) -> list[Case]:
         counters = {"tokens of replicas": pairs, "of": runs[0].counters["pairs"]}
         return Proof(counters=counters, missing="" if pairs else "no token went to a replica")
 
-    number = min(s.info.num_experts, max(s.size, s.info.num_experts // 4))
+    experts = s.info.num_experts
+    large = s.info.checkpoint_bytes > LARGE_BYTES
+    number = min(experts, s.size if large else max(s.size, experts // 4))
     redundant = s.config.parallel.num_redundant_experts + number
     varied = f"num_redundant_experts={redundant}"
     return [_reloaded(s, "replicas", varied, prove, {"num_redundant_experts": redundant})]

@@ -26,7 +26,7 @@ from epruntime.launchers.pool import RankPool
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model
 from epruntime.verify.against import compare_with_transformers
-from epruntime.verify.cases import BATCH, ROWS, Case, Setting, baseline, control_runs, make_cases
+from epruntime.verify.cases import BATCH, LARGE_BYTES, ROWS, Case, Setting, baseline, control_runs, make_cases
 from epruntime.verify.compare import Comparison, compare, digest
 from epruntime.verify.facts import VerifyFacts, collect_facts
 from epruntime.verify.outputs import Output
@@ -46,8 +46,6 @@ from epruntime.verify.session import RunFacts, Session, Trace
 
 logger = logging.getLogger("epruntime.verify.run")
 
-#: weights above which sizes below the configured one are not tried unasked: they need more memory per rank.
-LARGE_BYTES = 8 * 2**30
 #: above it sizes are powers of two, and the configured one.
 _ALL_SIZES = 8
 

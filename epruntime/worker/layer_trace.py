@@ -76,7 +76,7 @@ class LayerTrace:
 
     def _note(self, column: int, hidden_1TH: torch.Tensor) -> None:
         num_tokens = len(self._hashes_TL)
-        rows_TH = hidden_1TH.reshape(-1, hidden_1TH.shape[-1])[:num_tokens].contiguous()
+        rows_TH = hidden_1TH[0].flatten(1)[:num_tokens].contiguous()  # some families keep several streams per token
         if len(self._factors_H) != rows_TH.shape[1]:
             generator = torch.Generator().manual_seed(_SEED)
             size = (rows_TH.shape[1],)
@@ -86,6 +86,6 @@ class LayerTrace:
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """Hidden states [1, T, H] of what a decoder layer returned: they alone, or first of several."""
+    """Hidden states [1, T, H] (or [1, T, streams, H]) of what a decoder layer returned: they alone, or the first."""
     hidden: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return hidden

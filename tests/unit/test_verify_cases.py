@@ -5,14 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from epruntime.config import EngineConfig
 from epruntime.config.verify import CASES
 from epruntime.errors import ConfigError
 from epruntime.verify.cases import ROWS, Setting, baseline, control_runs, make_cases
 from epruntime.verify.requests import Shape, make_requests, random_prompts, shape_of
-from epruntime.worker.layer_trace import LayerTrace
 
 
 def _shape(max_model_len: int) -> Shape:
@@ -21,7 +19,7 @@ def _shape(max_model_len: int) -> Shape:
 
 def _setting(size: int = 2, *, num: int = 16, max_model_len: int = 512, sizes: tuple[int, ...] = (1, 2)) -> Setting:
     shape = _shape(max_model_len)
-    info = SimpleNamespace(num_experts=8, expert_bytes=((8, 100),))
+    info = SimpleNamespace(num_experts=8, expert_bytes=((8, 100),), checkpoint_bytes=10_000)
     prompts = random_prompts(num, shape, vocab_size=50, seed=1)
     return Setting(
         config=EngineConfig.from_kwargs(model="m", expert_parallel_size=size),
@@ -93,49 +91,3 @@ def test_the_baseline_is_alone_and_the_control_is_both() -> None:
     alone, crowd = control_runs(setting)
     assert [len(wave) for wave in alone.waves] == [1]
     assert [len(wave) for wave in crowd.waves] == [4]
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.attention = torch.nn.Module()
-        self.attention._epruntime_attention = None
-        self.index = index
-
-    def forward(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
-        return hidden_1TH + self.index
-
-
-def _hashes(hidden_TH: torch.Tensor) -> torch.Tensor:
-    module = torch.nn.Module()
-    module.layers = torch.nn.ModuleList([_Layer(0), _Layer(1)])
-    trace = LayerTrace(module)
-    rows = len(hidden_TH)
-    forward = SimpleNamespace(
-        num_tokens=rows,
-        query_starts_S1=torch.tensor([0, rows], dtype=torch.int32),
-        positions_T=torch.arange(4, 4 + rows),
-    )
-    trace.on_batch(SimpleNamespace(forward=forward, scheduled=[SimpleNamespace(rid=7)]))  # type: ignore[arg-type]
-    padded_1TH = torch.cat([hidden_TH, torch.zeros(3, hidden_TH.shape[1], dtype=hidden_TH.dtype)])[None]
-    for layer in module.layers:
-        padded_1TH = layer(padded_1TH)
-    told = trace.take()
-    assert told["layers"] == ["input", "0", "1"]
-    assert torch.frombuffer(bytearray(told["rids"]), dtype=torch.int64).tolist() == [7] * rows
-    assert torch.frombuffer(bytearray(told["positions"]), dtype=torch.int64).tolist() == list(range(4, 4 + rows))
-    assert trace.take()["hashes"] == b""
-    return torch.frombuffer(bytearray(told["hashes"]), dtype=torch.int64).reshape(rows, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_hash_tells_one_bit_and_not_the_place(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    rows_TH = torch.randn(5, 24).to(dtype)
-    hashes = _hashes(rows_TH)
-    assert torch.equal(_hashes(rows_TH[[3, 1]]), hashes[[3, 1]])
-    assert torch.equal(hashes[:, 0], hashes[:, 1])  # layer 0 adds nothing
-    assert not (hashes[:, 1] == hashes[:, 2]).any()
-    changed = rows_TH.clone()
-    changed[2].view({4: torch.int32, 2: torch.int16}[changed.element_size()])[17] ^= 1
-    assert (_hashes(changed)[:, 0] != hashes[:, 0]).tolist() == [False, False, True, False, False]
