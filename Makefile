@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-oldest | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
+# make demo | test | test-full | test-all | test-oldest | mutants | lint | proto | image | sizes | clean. See README.md for TORCH and TORCH_INDEX_URL.
 #
 # .venv -> torch -> the project's dependencies -> the C++ kernels. Each step leaves a stamp in .venv/stamps, so that a
 # second run does nothing, and a change of TORCH, pyproject.toml or csrc repeats only what depends on it.
@@ -16,7 +16,11 @@ EXTRAS ?= serve,ray,gguf,dev
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 PYTEST_ARGS ?=
-# The oldest supported transformers (models/adapter.py, VERSION_RANGE), with what it needs in another version.
+# Processes that run the tests, a file at a time each; 0: this one alone. More than the cores are of no use.
+JOBS ?= 2
+# The oldest supported transformers (models/adapter.py, VERSION_RANGE), with what it needs in another version; and how
+# many seconds a package index gets for them.
+OLDEST_FETCH_S := 300
 OLDEST := "transformers==5.16.0" "huggingface-hub<2" httpx httpcore h11 anyio
 # Of `make image`: cpu or cuda; and further arguments of the builder.
 VARIANT ?= cpu
@@ -25,16 +29,18 @@ BUILD_ARGS ?=
 VENV := .venv
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS)
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint requirements/constraints.txt
 CSRC := $(shell find csrc -type f 2>/dev/null)
 say = @echo "==> $(1)"
 
-.PHONY: help demo test test-all test-oldest mutants lint proto image sizes clean setup FORCE
+.PHONY: help demo test test-full test-all test-oldest mutants lint proto image sizes clean setup FORCE
 
 help:
 	@echo "make demo    a small MoE model on two Ray ranks, answers streamed through the gRPC client"
 	@echo "make test    the test suite"
-	@echo "make test-all the test suite with every architecture at every EP size (minutes more)"
+	@echo "make test-full what make test leaves out: every architecture in every setting (minutes)"
+	@echo "make test-all both"
 	@echo "make test-oldest the tests of models with the oldest transformers that is supported"
 	@echo "make mutants faults put into the code one at a time, each of which a named test must catch (minutes)"
 	@echo "make lint    ruff, mypy, clang-format, import rules, generated proto modules"
@@ -90,22 +96,28 @@ demo: setup
 
 test: setup
 	$(call say,running the tests)
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+test-full: setup
+	$(call say,running the tests that make test leaves out)
+	@$(PYTEST) -m full $(PYTEST_ARGS)
 
 test-all: setup
 	$(call say,running all tests)
-	@$(BIN)/python -m pytest -q -m '' $(PYTEST_ARGS)
+	@$(PYTEST) -m '' $(PYTEST_ARGS)
 
 # The oldest transformers lies beside the installed one, and comes first on the path of these tests alone.
 $(STAMPS)/oldest: $(STAMPS)/project
 	$(call say,fetching the oldest supported transformers)
 	@rm -rf $(VENV)/oldest
-	@$(BIN)/python -m pip install -q --no-deps --target $(VENV)/oldest $(OLDEST)
+	@timeout $(OLDEST_FETCH_S) $(BIN)/python -m pip install -q --no-deps --timeout 20 --retries 2 --target $(VENV)/oldest \
+	    $(OLDEST) || { rm -rf $(VENV)/oldest; \
+	    echo "the package index did not give the oldest transformers within $(OLDEST_FETCH_S) s; no test was run with it"; exit 1; }
 	@touch $@
 
 test-oldest: setup $(STAMPS)/oldest
 	$(call say,running the tests of models with the oldest transformers)
-	@PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(BIN)/python -m pytest -q -m '' tests/e2e/test_conformance.py \
+	@PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m '' tests/e2e/test_conformance.py \
 	    tests/e2e/test_conformance_list.py tests/e2e/test_routing_traps.py tests/unit/test_models_*.py $(PYTEST_ARGS)
 
 mutants: setup

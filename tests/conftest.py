@@ -50,5 +50,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return "apart" if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
+        def remove_node(self, node: Any) -> str | None:
+            """A worker is gone: the test that it was at has failed, and is not given to the next one."""
+            units = self.assigned_work[node].values()
+            unit, lost = next(((u, test) for u in units for test, done in u.items() if not done), ({}, None))
+            unit[lost] = True
+            super().remove_node(node)
+            return lost
+
     config.option.loadscopereorder = False
     return Files(config, log)

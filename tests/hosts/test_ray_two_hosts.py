@@ -81,7 +81,7 @@ def site(tmp_path_factory) -> Iterator[Site]:
 
 def test_a_job_serves_what_one_process_computes_and_drains(site):
     head, cluster = site.cluster.head, site.cluster
-    options = ["--working-dir", str(ROOT), "--runtime-env-json", '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "30"}}']
+    options = ["--working-dir", str(ROOT), "--runtime-env-json", '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}']
     entry = ["python", "launch/ray_serve.py", "--model", str(site.model), "--expert-parallel-size", "2"]
     job = Output(cluster.submit("first", *entry, options=options))
     job.wait_for(READY, 120)
@@ -114,7 +114,7 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
     assert "Job 'first' was stopped" in cluster.job("stop", "first")
     (ended,) = request.result()
     assert (ended["tokens"], ended["finish"], ended["error"]) == (480, "length", "")
-    assert "draining: 1 request is running, and may for 27.5 s" in job.text
+    assert "draining: 1 request is running, and may for 87.5 s" in job.text
     assert "terminated gracefully with SIGTERM" in cluster.log("jobs/supervisor-first.log")
     job.wait_end(PATIENCE_S)
     _nothing_left(site)
