@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from epruntime.engine.time_limit import Overdue, time_limit
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
 
@@ -14,6 +15,10 @@ logger = logging.getLogger("epruntime.engine.tokenizer")
 
 #: any of these in a directory says that it holds a tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+#: Seconds that a chat template gets; thousands of messages take some hundredths.
+TEMPLATE_S = 3.0
 
 
 class Tokenizer:
@@ -66,7 +71,7 @@ class Tokenizer:
             The rendered prompt and its ids; the template writes all special tokens, so none is added.
 
         Raises:
-            InvalidRequestError: no template, or one that refuses the messages.
+            InvalidRequestError: no template, or one that refuses the messages, or does not end with them.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -75,7 +80,14 @@ class Tokenizer:
             )
         _check_messages(messages)
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            with time_limit(TEMPLATE_S):
+                text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Overdue:
+            raise InvalidRequestError(
+                f"the chat template did not end with these messages within {TEMPLATE_S:g} s: it loops, or they are far "
+                "too many",
+                field="messages",
+            ) from None
         except Exception as error:  # the template is a program that came with the model, and raises what it likes
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         if check is not None:
@@ -122,7 +134,12 @@ class Tokenizer:
         from jinja2.exceptions import TemplateSyntaxError
 
         try:
-            self.hf.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+            with time_limit(TEMPLATE_S):
+                self.hf.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except Overdue:
+            raise ConfigError(
+                f"chat_template: it does not end within {TEMPLATE_S:g} s with a single user message: it loops"
+            ) from None
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         except Exception as error:  # noqa: BLE001  a program that may want other messages than this one
