@@ -221,10 +221,11 @@ class AsyncLLM:
         """The text of a prompt (as `stream` takes it) where it has one, and the ids that the model would get.
 
         Raises:
-            InvalidRequestError: no tokenizer, or a prompt that cannot be read.
+            InvalidRequestError: no tokenizer, or a prompt that cannot be read, or is longer than can be of use.
             QueueFullError: max_queued_requests texts wait already. UnavailableError: the engine was shut down.
         """
         self._check_text_queue()
+        self._processor.check_tokenized(prompt)
         return await self._text_thread.run(lambda: self._processor.tokens(prompt), size=size_of(prompt))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -17,6 +17,9 @@ from epruntime.words import counted
 Prompt = str | Sequence[int] | dict[str, Any]
 #: Ids that are made into text at once.
 MAX_DETOKENIZED = 2**20
+#: Characters that are made into ids at once, and characters per token of the longest prompt, if that is more: the
+#: answer to 15 MB of text would be some 60 MB of ids, of which no request takes more than max_model_len.
+MAX_TOKENIZED, _CHARACTERS_PER_TOKEN = 2**20, 16
 #: Messages in one chat, and parts in one message.
 MAX_MESSAGES = 2**14
 #: What a chat message counts beside its content, in `size_of`: the template's work for it.
@@ -152,6 +155,17 @@ class InputProcessor:
         tokenizer = self._need_tokenizer("prompt")
         check(prompt)
         return prompt, tokenizer.encode(prompt)
+
+    def check_tokenized(self, prompt: Prompt) -> None:
+        """Refuses to make ids of a prompt that is longer than can be of use."""
+        size, most = size_of(prompt), max(MAX_TOKENIZED, _CHARACTERS_PER_TOKEN * self.limits.max_model_len)
+        if size > most:
+            raise InvalidRequestError(
+                f"at most {most} characters are tokenised at once, and a prompt has at most "
+                f"{self.limits.max_model_len} tokens: send it in parts",
+                field="prompt",
+                value=f"{size} characters",
+            )
 
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
