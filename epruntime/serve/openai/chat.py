@@ -7,7 +7,7 @@ from typing import Any
 
 from epruntime.outputs import CompletionDelta
 from epruntime.sampling_params import derive_seed
-from epruntime.serve.openai.choices import Answer, Head, UsageCount
+from epruntime.serve.openai.choices import Answer, Head, HeldBack, UsageCount
 from epruntime.serve.openai.fields import ChatFields
 from epruntime.serve.openai.generation import Deltas
 from epruntime.serve.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -54,7 +54,7 @@ class ChatAnswers:
         options = self.body.stream_options
         last = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
-        usage = UsageCount()
+        usage, held = UsageCount(), HeldBack()
         begun = False
         async for number, delta in deltas:
             usage.add(number, delta)
@@ -66,7 +66,10 @@ class ChatAnswers:
                     opening = {"role": "assistant", "content": ""}
                     choice = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
                     chunks.append(self.head.json([choice], **more))
-            chunks += [self.head.json([self._choice(output, delta.seed)], **more) for output in delta.outputs]
+            for output in delta.outputs:
+                ready = held.ready(output.index, output)
+                if ready is not None:
+                    chunks.append(self.head.json([self._choice(ready, delta.seed)], **more))
             yield chunks
         if last:
             yield [self.head.json([], usage=usage.json())]
@@ -74,7 +77,7 @@ class ChatAnswers:
     def _choice(self, new: CompletionDelta, seed: int) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": new.index,
-            "delta": {"content": new.text} if new.text or new.token_ids else {},
+            "delta": {"content": new.text} if new.text else {},
             "logprobs": chat_logprobs(new.token_ids, new.logprobs or (), self._top) if self._wanted else None,
             "finish_reason": new.finish_reason,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from epruntime.outputs import CompletionDelta, Logprob, RequestDelta
@@ -81,6 +81,28 @@ class Sequence:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class HeldBack:
+    """Tokens of a stream that bring no text yet, as the first of those that make one character: they wait for the
+    text, or the end, so that clients get no empty chunks."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, CompletionDelta] = {}
+
+    def ready(self, key: object, new: CompletionDelta) -> CompletionDelta | None:
+        """What is to be sent of the sequence `key` now: `new` with all that was held back; None: nothing yet."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            new = replace(
+                new,
+                token_ids=held.token_ids + new.token_ids,
+                logprobs=None if new.logprobs is None else (held.logprobs or []) + new.logprobs,
+            )
+        if new.text or new.finish_reason is not None:
+            return new
+        self._held[key] = new
+        return None
 
 
 class Answer:

@@ -8,7 +8,7 @@ from typing import Any
 from epruntime.outputs import CompletionDelta, Logprob, RequestDelta
 from epruntime.sampling_params import derive_seed
 from epruntime.serve.engine import Engine
-from epruntime.serve.openai.choices import Answer, Head, UsageCount
+from epruntime.serve.openai.choices import Answer, Head, HeldBack, UsageCount
 from epruntime.serve.openai.fields import CompletionFields
 from epruntime.serve.openai.generation import Deltas
 from epruntime.serve.openai.logprobs import CompletionLogprobs, prompt_logprobs
@@ -50,7 +50,7 @@ class CompletionAnswers:
         options = self.body.stream_options
         last = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
-        usage = UsageCount()
+        usage, held = UsageCount(), HeldBack()
         prompts: dict[int, list[dict[int, Logprob] | None] | None] = {}
         writers: dict[tuple[int, int], CompletionLogprobs] = {}
         async for number, delta in deltas:
@@ -61,11 +61,14 @@ class CompletionAnswers:
             for output in delta.outputs:
                 prompt = None
                 key = number, output.index
+                ready = output if self.body.echo and key not in writers else held.ready(key, output)
+                if ready is None:
+                    continue
                 if key not in writers:
                     writers[key] = CompletionLogprobs()
                     if self.body.echo:
                         prompt = await _Prompt.of(self.engine, delta, prompts[number])
-                choice = self._choice(number, output, delta.seed, prompt, writers[key])
+                choice = self._choice(number, ready, delta.seed, prompt, writers[key])
                 chunks.append(self.head.json([choice], **more))
             yield chunks
         if last:
