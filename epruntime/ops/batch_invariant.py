@@ -72,7 +72,7 @@ EXACT = _names(
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar
     ge.Tensor bitwise_not bitwise_and.Tensor bitwise_or.Tensor logical_not logical_and
     alias view view.dtype _unsafe_view expand t transpose.int permute select.int slice.Tensor split.Tensor
-    split_with_sizes unbind.int unsqueeze squeeze squeeze.dim detach lift_fresh view_as_complex view_as_real
+    split_with_sizes unbind.int unsqueeze squeeze squeeze.dim detach detach_ lift_fresh view_as_complex view_as_real
     _to_copy clone copy_ cat stack constant_pad_nd repeat flip tril
     embedding gather index.Tensor index_put_ index_copy_ index_select scatter.value scatter_.value scatter.src
     scatter_.src searchsorted.Tensor bincount nonzero repeat_interleave.Tensor

@@ -127,11 +127,20 @@ def log_sigmoid_forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 _mul_out, _view_as_real = _aten.mul.out, torch.view_as_real
 
 
-def mul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Complex numbers are multiplied part by part: torch fuses a multiplication and an addition in places."""
-    if not (x.is_complex() and y.is_complex()):
+def _is_complex(x: Any) -> bool:
+    return x.is_complex() if isinstance(x, torch.Tensor) else isinstance(x, complex)
+
+
+def mul(x: torch.Tensor, y: Any) -> torch.Tensor:
+    """Complex numbers are multiplied part by part: torch fuses a multiplication and an addition in places.
+
+    `y` may be a number: the dispatcher unwraps what was one.
+    """
+    if not (_is_complex(x) or _is_complex(y)):
         return _mul_out(x, y, out=torch.empty(0, dtype=torch.result_type(x, y)))
-    (a, b), (c, d) = _view_as_real(x).unbind(-1), _view_as_real(y).unbind(-1)
+    dtype = torch.result_type(x, y)
+    parts = [_view_as_real(torch.as_tensor(z).to(dtype).resolve_conj()).unbind(-1) for z in (x, y)]
+    (a, b), (c, d) = parts
     return torch.complex(a * c - b * d, a * d + b * c)
 
 

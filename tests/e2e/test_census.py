@@ -17,9 +17,7 @@ from epruntime.testing.ragged import SCHEDULE, RaggedDriver, local_runtime, sequ
 from epruntime.worker.rehearsal import rehearse
 
 #: Types that `make test` runs: those with an op that few others have.
-SLICE = frozenset(
-    ["beam", "deepseek_v2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss", "laguna", "mixtral", "phimoe"]
-)
+SLICE = {"beam", "deepseek_v2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss", "laguna", "mixtral", "phimoe"}
 TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.available(COVERED)]
 COMPLEX = {"deepseek_v2", "llama4_text"}
 

@@ -143,8 +143,9 @@ PRODUCTS = [
 COMPLEX = [
     Case(op="mul.Tensor", label="complex", run=lambda x: torch.view_as_real(x * x), complex=True),
     Case(op="mul.Tensor", label="complex rope", run=_rope, complex=True),
+    Case(op="mul.Tensor", label="complex and real", run=lambda x: torch.view_as_real(x * 0.37 * x.real), complex=True),
     Case(op="mul_.Tensor", label="complex", run=lambda x: torch.view_as_real(x.clone().mul_(x)), complex=True),
-    Case(op="mul.Tensor", label="real", run=lambda x: (x * x, x * 0.37, 2 * x, x * x[0, 0].double())),
+    Case(op="mul.Tensor", label="real", run=lambda x: (x * x, x * 0.37, 2 * x, x * weights(1, like=x).double()[0])),
     Case(op="mul_.Tensor", label="real", run=lambda x: x.clone().mul_(x)),
 ]
 ROW_LOCAL = [
@@ -227,6 +228,7 @@ EXACT = [
     Case(op="squeeze", run=lambda x: x[:, :1].squeeze().reshape(-1)),
     Case(op="squeeze.dim", run=lambda x: x[:, :1].squeeze(1)),
     Case(op="detach", run=lambda x: x.detach()),
+    Case(op="detach_", run=lambda x: x.clone().detach_()),
     Case(op="lift_fresh", run=torch.ops.aten.lift_fresh),
     Case(op="view_as_complex", run=lambda x: torch.view_as_complex(torch.stack((x, x), -1).float())),
     Case(op="view_as_real", run=lambda x: torch.view_as_real(torch.complex(x.float(), x.float()))),
