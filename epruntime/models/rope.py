@@ -177,7 +177,7 @@ class _Rows:
 
         def run(position_ids: torch.Tensor, length: int) -> Any:
             """As in a batch whose longest sequence has that length; no row is at a later position."""
-            last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+            last = torch.full((*position_ids.shape[:-1], 1), length - 1, device=position_ids.device)
             self._reset()
             return self._forward(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
 
@@ -187,7 +187,7 @@ class _Rows:
             is_long_T = lengths_T > self._switch
             return _joined(short, lambda i: _chosen(is_long_T, _parts(long)[i], _parts(short)[i]))
         lengths_T = lengths_T.clamp(min=self._switch)
-        distinct = lengths_T.unique().tolist()
+        distinct = sorted(set(lengths_T.tolist()))
         if len(distinct) == 1:
             made = run(position_ids, distinct[0])
             return _joined(made, lambda i: _parts(made)[i][:, :-1])
@@ -211,8 +211,8 @@ def _lengths_of_rows(batch: ForwardBatch) -> torch.Tensor:
     assert batch.rope_lens_S is not None, "a model whose frequencies depend on length needs rope_lens_S"
     counts_S = batch.query_starts_S1.diff().long()
     lengths_T = torch.repeat_interleave(batch.rope_lens_S.long(), counts_S, output_size=batch.num_tokens)
-    padding = len(batch.positions_T) - batch.num_tokens
-    lengths_T = torch.cat((lengths_T, lengths_T.new_ones(padding)))
+    padding_P = torch.ones(len(batch.positions_T) - batch.num_tokens, dtype=torch.int64, device=lengths_T.device)
+    lengths_T = torch.cat((lengths_T, padding_P))
     return torch.maximum(lengths_T, batch.positions_T + 1)
 
 
