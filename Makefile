@@ -112,7 +112,7 @@ $(STAMPS)/oldest: $(STAMPS)/project
 	@rm -rf $(VENV)/oldest
 	@timeout $(OLDEST_FETCH_S) $(BIN)/python -m pip install -q --no-deps --timeout 20 --retries 2 --target $(VENV)/oldest \
 	    $(OLDEST) || { rm -rf $(VENV)/oldest; \
-	    echo "the package index did not give the oldest transformers within $(OLDEST_FETCH_S) s; no test was run with it"; exit 1; }
+	    echo "the oldest transformers did not come from the package index in $(OLDEST_FETCH_S) s: no test was run with it"; exit 1; }
 	@touch $@
 
 test-oldest: setup $(STAMPS)/oldest
