@@ -1,7 +1,7 @@
 """What transformers itself computes for the same tokens, in this process: the whole model, one request at a time.
 
-greedy outputs of the baseline -> prompt and output through transformers in the model's dtype -> the same in a wider one
--> largest difference of log-probabilities, tokens that differ, and whether arithmetic explains them
+greedy outputs of the baseline -> `generate` in the model's dtype, made to give these outputs -> the same in a wider one
+-> differences of log-probabilities, tokens that are not transformers' own, and whether arithmetic explains them
 
 Bits are not expected to be equal: transformers adds in another order. How far two orders of one dtype may lie apart is
 measured on the model itself: it is as far as transformers lies from its own result in the wider dtype.
@@ -9,6 +9,7 @@ measured on the model itself: it is as far as transformers lies from its own res
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor
 from transformers.utils import logging as transformers_logging
 
 from epruntime.errors import ConfigError
@@ -142,6 +143,7 @@ def compare_with_transformers(
     _check_memory(info, info.dtype_bytes, "--against transformers")
     dtype = getattr(torch, info.dtype)
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # it explains generation settings that are not used
     model = AutoModelForCausalLM.from_pretrained(path, config=adapter.read_config(Path(path)), dtype=dtype).eval()
     plain = [_scores(model, request, outputs[request.index]) for request in chosen]
     wide, note = _wide_scores(model, info, chosen, outputs, say)
@@ -201,15 +203,43 @@ def _report(
     )
 
 
+class _Force(LogitsProcessor):
+    """Lets `generate` continue with tokens that are given."""
+
+    def __init__(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        self._tokens, self._num_prompt_tokens = tokens, num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, self._tokens[input_ids.shape[1] - self._num_prompt_tokens]] = 0.0
+        return forced
+
+
 @torch.inference_mode()
 def _scores(model: Any, request: VerifyRequest, output: Output) -> _Scores:
-    """Row p is what predicts the token at p + 1."""
-    ids_T = torch.tensor([*request.token_ids, *output.tokens])
-    logits_TV = model(input_ids=ids_T[None, :-1], use_cache=False).logits[0]
+    """Row p is what predicts the token at p + 1: those of the prompt at once, those of the output one by one."""
+    if "dynamic" in adapter.rope_types(model):
+        model = copy.deepcopy(model)  # it remembers the longest sequence that it has seen
+    prompt_1P, num_prompt = torch.tensor([request.token_ids]), len(request.token_ids)
+    prompt_PV = model(input_ids=prompt_1P, use_cache=False).logits[0]
+    generated = model.generate(
+        prompt_1P,
+        attention_mask=torch.ones_like(prompt_1P),
+        max_new_tokens=len(output.tokens),
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        logits_processor=[_Force(output.tokens, num_prompt)],
+    )
+    assert generated.sequences[0, num_prompt:].tolist() == output.tokens
+    logits_TV = torch.cat([prompt_PV[:-1], *generated.logits])
     logprobs_TV = logits_TV.double().log_softmax(-1)
     best = logprobs_TV.max(-1)
+    ids_T = torch.tensor([*request.token_ids[1:], *output.tokens])
     return _Scores(
-        chosen=logprobs_TV.gather(1, ids_T[1:, None])[:, 0], best=logits_TV.argmax(-1), best_value=best.values
+        chosen=logprobs_TV.gather(1, ids_T[:, None])[:, 0], best=logits_TV.argmax(-1), best_value=best.values
     )
 
 
