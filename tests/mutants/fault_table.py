@@ -6,6 +6,7 @@ from faults import Fault
 
 _CONTROL = "tests/unit/test_control_channel.py::"
 _ASYNC = "tests/unit/test_async_llm.py::"
+_ENDS = "tests/unit/test_async_llm_ends.py::"
 
 EXPERTS = (
     Fault(
@@ -301,7 +302,7 @@ SCHEDULING = (
         file="epruntime/engine/async_llm.py",
         old="        for sequence in state.sequences:\n            self._core.drop(sequence.rid)\n",
         new="        for sequence in state.sequences[1:0]:\n            self._core.drop(sequence.rid)\n",
-        test=_ASYNC + "test_all_sequences_end_with_the_request",
+        test=_ENDS + "test_all_sequences_end_with_the_request",
     ),
     Fault(
         id="queue-limit-off",
@@ -317,7 +318,7 @@ SCHEDULING = (
         file="epruntime/engine/async_llm.py",
         old="        for state in self._live:\n            state.fail(error)\n",
         new="        for state in list(self._live)[:0]:\n            state.fail(error)\n",
-        test=_ASYNC + "test_a_dead_engine_ends_requests_in_every_state_and_says_so",
+        test=_ENDS + "test_a_dead_engine_ends_requests_in_every_state_and_says_so",
     ),
     Fault(
         id="victim-blamed",
