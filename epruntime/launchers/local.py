@@ -130,7 +130,7 @@ class LocalProcess(RankProcess):
         text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
         self._tail.append(text)
         found = _LEVEL.search(text[:80])  # a log line keeps its level; bare output is information
-        level = logging.getLevelName(found.group(1)) if found else logging.INFO
+        level = logging.getLevelNamesMapping()[found.group(1)] if found else logging.INFO
         rank_logger.log(level, "[rank %d] %s", self._slot, _without_level(text))
         self._on_line(text)
 

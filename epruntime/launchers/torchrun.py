@@ -87,7 +87,7 @@ def _coordinate(letter: CoordinatorLetter, main: Callable[[], int | None]) -> in
     hub = SupervisorHub(letter.worker, job_secret=take_job_secret(os.environ))
     hub.exit_code = 1
     remembering = torchrun_cause.RememberingStream(sys.stderr)
-    sys.stderr = remembering  # type: ignore[assignment]
+    sys.stderr = remembering
     atexit.register(hub.close)  # first, so that it runs last: what `main` left open is closed through it
     hub.start()
     set_hub(hub)

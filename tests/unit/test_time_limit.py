@@ -43,6 +43,13 @@ def test_what_ends_in_time_is_left_alone() -> None:
     time.sleep(0.8)  # their deadlines pass
 
 
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="threads have no clock of their own here")
+def test_waiting_is_not_counted() -> None:
+    """As on a machine under load: it is the time on a processor that counts."""
+    with time_limit(0.2):
+        time.sleep(0.6)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_other_errors_pass(error) -> None:
     with pytest.raises(error), time_limit(5):
