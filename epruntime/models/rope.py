@@ -276,7 +276,9 @@ def longest_sequence(config: Any) -> int:
     """
     longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    if all(p.get("rope_type") == "dynamic" for p in nested):
-        return int(longest * min(max(1.0, float(p.get("factor") or 1.0)) for p in nested))
+    nested = {kind: p for kind, p in parameters.items() if isinstance(p, dict)}
+    used = {kind: p for kind, p in nested.items() if kind in (getattr(config, "layer_types", None) or ())}
+    chosen = list((used or nested or {"": parameters}).values())
+    if all(p.get("rope_type") == "dynamic" for p in chosen):
+        return int(longest * min(max(1.0, float(p.get("factor") or 1.0)) for p in chosen))
     return longest
