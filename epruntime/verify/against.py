@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from epruntime.errors import ConfigError
 from epruntime.models import adapter
 from epruntime.models.info import ModelInfo
+from epruntime.models.rope import recomputed_beyond
 from epruntime.verify.outputs import Output
 from epruntime.verify.requests import VerifyRequest
 from epruntime.worker.memory import free_memory_bytes
@@ -229,6 +230,8 @@ def _scores(model: Any, request: VerifyRequest, output: Output) -> _Scores:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
+        # transformers 5.16 computes too little where it gives up its cache
+        use_cache=not recomputed_beyond(model.config.model_type),
         return_dict_in_generate=True,
         output_logits=True,
         logits_processor=[_Force(output.tokens, num_prompt)],

@@ -166,31 +166,40 @@ def _with_layer(
     first: Difference | None, outputs: Sequence[Output], expected: Trace, got: Trace, layers: Sequence[str]
 ) -> Difference | None:
     """The first difference with its layer; one of hidden states alone where the outputs show none."""
-    parting = _first_parting(expected, got, None if first is None else first.request)
-    if parting is None:
-        if first is None:
-            return None
-        return replace(first, layer="after the last layer")
-    request, position, column = parting
     if first is not None:
+        num_prompt = next(output.num_prompt_tokens for output in outputs if output.index == first.request)
+        # the token whose logits differ comes before the position that they are for
+        last = first.position - 1 + (0 if first.where == "prompt" else num_prompt)
+        parting = _first_parting(expected, got, request=first.request, last=last)
+        if parting is None:
+            return replace(first, layer="after the last layer")
+        _, position, column = parting
         return replace(first, layer=layers[column], layer_position=position)
-    rank = next(output.rank for output in outputs if output.index == request)
-    note = "hidden states differ, tokens and log-probabilities do not"
+    parting = _first_parting(expected, got)
+    if parting is None:
+        return None
+    request, position, column = parting
     return Difference(
         request=request,
-        rank=rank,
+        rank=next(output.rank for output in outputs if output.index == request),
         where="hidden state",
         position=position,
-        note=note,
+        note="hidden states differ, tokens and log-probabilities do not",
         layer=layers[column],
         layer_position=position,
     )
 
 
-def _first_parting(expected: Trace, got: Trace, request: int | None) -> tuple[int, int, int] | None:
-    """(request, position, column) of the earliest token whose hashes are others: of `request`, or of the first one."""
+def _first_parting(
+    expected: Trace, got: Trace, *, request: int | None = None, last: int | None = None
+) -> tuple[int, int, int] | None:
+    """(request, position, column) of the earliest token whose hashes are others.
+
+    Args:
+        request: look at this one only. last: and at its tokens up to this one.
+    """
     for index, position in sorted(got):
-        if request not in (None, index) or (index, position) not in expected:
+        if request not in (None, index) or (last is not None and position > last) or (index, position) not in expected:
             continue
         baseline_L = expected[index, position][0]
         columns = [int(np.flatnonzero(row_L != baseline_L)[0]) for row_L in got[index, position] if

@@ -14,12 +14,13 @@ class Output:
     """Tokens and log-probabilities of one request.
 
     Attributes:
-        index: of its VerifyRequest. rank: where it ran.
+        index: of its VerifyRequest; num_prompt_tokens: of its prompt. rank: where it ran.
         logprobs: one entry per token. prompt_logprobs: from the second prompt position on; None if not asked for.
         error: why it ended early; "" if it did not.
     """
 
     index: int
+    num_prompt_tokens: int = 0
     rank: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

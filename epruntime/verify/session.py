@@ -205,7 +205,7 @@ class Session:
                     rid = self._next_rid
                     self._next_rid += 1
                     indices[rid], routes.routes[rid] = submission.request.index, submission.rank
-                    collector.expect(rid, Output(index=submission.request.index, rank=submission.rank))
+                    collector.expect(rid, _empty_output(submission))
                     core.add(_engine_request(rid, submission.request))
                 await collector.wait()
             await collector.wait_idle(core)
@@ -233,6 +233,11 @@ class Session:
             max_model_len=self.group.max_model_len,
             generation=self.group.generation,
         )
+
+
+def _empty_output(submission: Submission) -> Output:
+    request = submission.request
+    return Output(index=request.index, num_prompt_tokens=len(request.token_ids), rank=submission.rank)
 
 
 def _engine_request(rid: int, request: VerifyRequest) -> EngineRequest:

@@ -21,6 +21,7 @@ def _entry(chosen: float, *top: tuple[int, float]) -> TokenLogprobs:
 def _output(index: int = 0, tokens: Sequence[int] = (5, 6, 7), *, rank: int = 0, prompt: int = 0) -> Output:
     return Output(
         index=index,
+        num_prompt_tokens=1 + prompt,
         rank=rank,
         tokens=list(tokens),
         logprobs=[_entry(-0.5 - i, (token, -0.5 - i), (99, -3.0)) for i, token in enumerate(tokens)],
@@ -122,6 +123,17 @@ def test_the_layer_of_the_earliest_token_that_parts() -> None:
     assert found.first is not None
     assert (found.first.layer, found.first.layer_position) == ("1", 1)
     assert str(found.first).endswith("hidden states part at token 1, in layer 1")
+
+
+def test_what_comes_later_is_no_cause() -> None:
+    """The head gives other bits for the first output token, and layers part at a later one."""
+    base = {(0, 0): _hashes(1, 2, 3, 4), (0, 1): _hashes(5, 6, 7, 8)}
+    trace = {(0, 0): _hashes(1, 2, 3, 4), (0, 1): _hashes(5, 6, 7, 9)}
+    got = _output()
+    got.logprobs[0] = _entry(-0.25)
+    found = compare({0: _output()}, [got], num_tokens=3, expected_trace=base, trace=trace, layers=LAYERS)
+    assert found.first is not None
+    assert (found.first.position, found.first.layer) == (0, "after the last layer")
 
 
 def test_hidden_states_alone_can_differ() -> None:
