@@ -41,6 +41,11 @@ _SETS = {"longrope": Sets.TWO, "dynamic": Sets.EVERY_LENGTH}
 _PHI = frozenset({"phimoe"})
 
 
+def recomputed_beyond(model_type: str) -> bool:
+    """Is a sequence computed anew when it passes the original length, so that its cache changes nothing?"""
+    return model_type in _PHI
+
+
 def sets_of(kind: str, model_type: str) -> Sets:
     """kind: rope_type of a configuration."""
     if model_type in _PHI:
@@ -83,7 +88,7 @@ class RotaryByLength:
             RopeLengths(
                 longest_original=self._switches[layer_type],
                 every_length=sets is Sets.EVERY_LENGTH,
-                recompute=self._module.config.model_type in _PHI,
+                recompute=recomputed_beyond(self._module.config.model_type),
             )
             for layer_type, sets in self._sets.items()
             if sets is not Sets.ONE
