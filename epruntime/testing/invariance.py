@@ -5,8 +5,10 @@ mixed_requests -> run(Setting) on ranks -> Run: an Answer per request, and what 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from epruntime import LLM, SamplingParams
@@ -16,7 +18,8 @@ from epruntime.testing.prompts import prompt_of
 
 #: tokens of the prompts, in turn
 _LENGTHS = (1, 4, 9, 20, 37, 50, 37, 2, 13, 30)
-#: every so many prompts, one begins with the one before it
+#: every so many prompts, one begins with the one before it, and does not ask for its prompt's log-probabilities (for
+#: which nothing would be taken from the prefix cache)
 _SHARED_EVERY = 4
 #: longest prompt and output of `mixed_requests` with 10 new tokens: two prompts in one
 MAX_LENGTH = 97
@@ -42,7 +45,7 @@ def mixed_requests(count: int, *, vocab_size: int, seed: int = 5, max_tokens: in
     for i in range(count):
         length = _LENGTHS[i % len(_LENGTHS)]
         prompt = prompt_of(length, seed + i, vocab_size=vocab_size)
-        if i % _SHARED_EVERY == _SHARED_EVERY - 1:
+        if i % _SHARED_EVERY == 2:
             prompt = [*requests[-1].prompt, *prompt]
         params = SamplingParams(
             temperature=(0, 0.7, 1.0, 1.5)[i % 4],
@@ -53,7 +56,7 @@ def mixed_requests(count: int, *, vocab_size: int, seed: int = 5, max_tokens: in
             presence_penalty=(0.0, 0.8, 0.0)[i % 3],
             frequency_penalty=(0.3, 0.0)[i % 2],
             logit_bias={7: 2.5, vocab_size - 4: -100.0} if i % 3 == 1 else {},
-            stop_token_ids=list(range(vocab_size // 6, vocab_size // 2)),
+            stop_token_ids=tuple(range(vocab_size // 6, vocab_size // 2)),
             min_tokens=max_tokens - 3 + i % 3,
             prompt_logprobs=2 if i % 2 else None,
             seed=100 + i,
@@ -78,6 +81,11 @@ class Answer:
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[_Entries, ...], ...]
     prompt: tuple[_Entries, ...]
+
+    @property
+    def digest(self) -> str:
+        """Of all its bits."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
     @classmethod
     def of(cls, output: RequestOutput) -> Answer:
@@ -157,10 +165,11 @@ def run(path: str, ranks: Ranks, setting: Setting, requests: Sequence[Request], 
     """
     chosen = list(requests[: compared + setting.crowd])
     assert len(chosen) == compared + setting.crowd
-    options = {"preflight": False, "max_model_len": MAX_LENGTH, **setting.options}
+    options = {"preflight": False, "max_model_len": MAX_LENGTH, "threads_per_rank": setting.threads, **setting.options}
     with LLM(path, ranks=ranks, expert_parallel_size=setting.size, dtype=dtype, **options) as llm:
         outputs = _generate(llm, chosen, setting.order)
         counted = happened(llm.info())
+    assert counted["threads"] == setting.threads
     for name, least in setting.must.items():
         assert counted[name] >= least, f"{setting.name}: {name}={counted[name]}, not at least {least}: {counted}"
     return Run(answers=[Answer.of(output) for output in outputs[:compared]], happened=counted)
@@ -179,10 +188,11 @@ def happened(info: Mapping[str, Any]) -> dict[str, float]:
     """Counters of an engine (`LLM.info()`), over all ranks.
 
     Returns:
-        fields of SchedulerCounters -> totals; "ranks_at_work": ranks that computed a token of a prompt; "rows_per_step":
-        tokens per step that was not empty, of the busiest rank; "more_rounds": exchange rounds beyond one per layer and
-        step; "pairs" and "replica_pairs": (token, expert) pairs computed, and those of them computed by a replica;
-        "experts_at_work": the least number of experts per layer that a token chose.
+        fields of SchedulerCounters -> totals; "ranks_at_work": ranks that computed a token of a prompt;
+        "rows_per_step": tokens per step that was not empty, of the busiest rank; "more_rounds": exchange rounds beyond
+        one per layer and step; "pairs" and "replica_pairs": (token, expert) pairs computed, and those of them computed
+        by a replica; "experts_at_work": experts that a token chose, of the layer with most of them; "threads": compute
+        threads of each rank, the least; "os_threads": threads of the first rank's process, where /proc tells.
     """
     ranks, engine = info["ranks"], info["engine"]
     names = [name for name, value in ranks[0]["scheduler"].items() if isinstance(value, int)]
@@ -201,6 +211,8 @@ def happened(info: Mapping[str, Any]) -> dict[str, float]:
         ),
         "more_rounds": sum(layer["rounds"] - layer["steps"] for layer in layers),
         "pairs": sum(layer["pairs_received"] for layer in layers),
-        "replica_pairs": sum(layer.get("replica_pairs", 0) for layer in layers),
-        "experts_at_work": min(sum(count > 0 for count in counts) for counts in chosen),
+        "replica_pairs": sum(layer["replica_pairs"] for layer in layers),
+        "threads": min(rank["threads"] for rank in ranks),
+        "os_threads": len(list(Path(f"/proc/{ranks[0]['pid']}/task").glob("*"))),
+        "experts_at_work": max(sum(count > 0 for count in counts) for counts in chosen),
     }

@@ -11,5 +11,6 @@ from epruntime.engine.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(3, threads_per_rank=1) as running:
+    """Four ranks of one compute thread each."""
+    with Ranks(4, threads_per_rank=1) as running:
         yield running

@@ -1,85 +1,131 @@
-"""A request's tokens and log-probabilities are the same bits in any company, at any EP size, preempted or not."""
+"""The invariance contract over every served type: tokens and log-probabilities are the same bits in any company.
+
+Each case makes a tiny random model, runs requests of mixed parameters each alone on one rank, and then the same in
+other company, on 1 to 4 ranks, with one compute thread or two. `make test` runs a case of each group of families,
+`make test-all` every type in fp32 and bf16, with round dimensions and with odd ones.
+"""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from epruntime import LLM, SamplingParams
+from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.ranks import Ranks
-from epruntime.outputs import RequestOutput
-from epruntime.testing.prompts import prompt_of
-from epruntime.testing.tiny_models import build, save
+from epruntime.models.conformance import COVERED
+from epruntime.testing.invariance import Setting, first_difference, mixed_requests, run
+from epruntime.testing.odd_shapes import odd_shape
+from epruntime.testing.tiny_models import available, build, save
 
-#: EP size, then what differs from the first run: KV pressure, chunks of other sizes, rounds, prefix hits, blocks.
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"num_kv_blocks": 400, "max_num_batched_tokens": 256, "max_num_seqs": 16}),
-    (3, {"num_kv_blocks": 17, "max_num_batched_tokens": 9, "max_num_seqs": 5}),
-    (2, {"num_kv_blocks": 30, "enable_prefix_caching": False, "pipeline_depth": 1, "exchange_budget_tokens": 2}),
-    (2, {"num_kv_blocks": 7, "block_size": 16, "max_num_batched_tokens": 33, "max_num_seqs": 9}),
-]
+#: Requests whose answers are compared.
+COMPARED = 9
+ALONE = Setting(
+    name="alone",
+    order="alone",
+    options={"enable_prefix_caching": False, "pipeline_depth": 1, "num_kv_blocks": 8},
+)
+SETTINGS = (
+    Setting(
+        name="among 64",
+        crowd=55,
+        threads=2,
+        options={"num_kv_blocks": 640, "max_num_batched_tokens": 1500},
+        must={"rows_per_step": 40},
+    ),
+    Setting(
+        name="in chunks, pairs on copies",
+        size=2,
+        threads=2,
+        options={
+            "num_kv_blocks": 200,
+            "block_size": 4,
+            "max_num_batched_tokens": 7,
+            "max_num_seqs": 5,
+            "num_redundant_experts": 3,
+        },
+        must={"chunks": 10, "mixed_steps": 5, "ranks_at_work": 2, "replica_pairs": 20},
+    ),
+    Setting(
+        name="preempted, exchanged in rounds",
+        size=3,
+        order="reversed",
+        crowd=6,
+        options={
+            "num_kv_blocks": 33,
+            "block_size": 3,
+            "max_num_batched_tokens": 31,
+            "max_num_seqs": 6,
+            "exchange_budget_tokens": 2,
+            "expert_placement": "round_robin",
+        },
+        must={"preemptions": 1, "prefix_hit_tokens": 1, "more_rounds": 50, "ranks_at_work": 3},
+    ),
+    Setting(
+        name="on four ranks",
+        size=4,
+        crowd=7,
+        options={"num_kv_blocks": 64, "pipeline_depth": 1, "enable_prefix_caching": False},
+        must={"ranks_at_work": 4},
+    ),
+)
+#: (type, dtype, dimensions): what `make test` runs; the rest is marked `full`.
+SLICE = {
+    ("mixtral", "float32", "odd"),
+    ("deepseek_v3", "bfloat16", "odd"),
+    ("gpt_oss", "bfloat16", "round"),
+    ("gemma4_text", "float32", "odd"),
+    ("llama4_text", "bfloat16", "odd"),
+    ("longcat_flash", "float32", "round"),
+    ("dbrx", "bfloat16", "odd"),
+    ("glm_moe_dsa", "float32", "odd"),
+    ("deepseek_v4", "bfloat16", "round"),
+    ("qwen3_next", "float32", "odd"),
+}
 CASES = [
-    ("gpt_oss", "float32", {"num_local_experts": 7, "num_experts_per_tok": 3}),
-    ("mixtral", "float32", {"num_local_experts": 2, "intermediate_size": 33, "head_dim": 20, "vocab_size": 131}),
-    ("deepseek_v3", "bfloat16", {"hidden_size": 72}),
-]
-PROMPTS = [prompt_of(length, 5) for length in (1, 4, 9, 20, 37, 50, 37)] + [prompt_of(37, 5)[:30]]
-PARAMS = [
-    SamplingParams(
-        temperature=(0, 0.7, 1.0, 1.5)[i % 4],
-        top_k=(0, 5, 40)[i % 3],
-        top_p=(1.0, 0.9)[i % 2],
-        min_p=(0.0, 0.02, 0.0)[i % 3],
-        repetition_penalty=(1.0, 1.2)[i // 2 % 2],
-        presence_penalty=(0.0, 0.8, 0.0)[i % 3],
-        frequency_penalty=(0.3, 0.0)[i % 2],
-        logit_bias={7: 2.5, 90: -100.0} if i % 3 == 1 else {},
-        stop_token_ids=list(range(20, 60)),
-        min_tokens=10 + i % 4,
-        prompt_logprobs=2 if i % 2 else None,
-        seed=100 + i,
-        max_tokens=14,
-        ignore_eos=True,
-        logprobs=3,
+    pytest.param(*case, id="-".join(case), marks=() if case in SLICE else pytest.mark.full)
+    for case in (
+        (model_type, dtype, shape)
+        for model_type in available(COVERED)
+        for dtype in ("float32", "bfloat16")
+        for shape in ("round", "odd")
     )
-    for i in range(len(PROMPTS))
 ]
 
 
-def _facts(outputs: list[RequestOutput]) -> list[Any]:
-    found = []
-    for output in outputs:
-        (completion,) = output.outputs
-        assert completion.logprobs is not None
-        values = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-        prompt_values = [
-            step and {token: entry.logprob for token, entry in step.items()} for step in output.prompt_logprobs or ()
-        ]
-        assert len(prompt_values) in (0, len(output.prompt_token_ids))
-        found.append((completion.token_ids, values, prompt_values))
-    return found
+def _make(model_type: str, dtype: str, shape: str, folder: Path) -> tuple[str, int]:
+    """A checkpoint, and its vocabulary's size."""
+    overrides: dict[str, Any] = odd_shape(model_type) if shape == "odd" else {}
+    config, model = build(model_type, dtype=getattr(torch, dtype), **overrides)
+    return str(save(model, folder)), config.vocab_size
 
 
-@pytest.mark.parametrize(("model_type", "dtype", "overrides"), CASES, ids=[case[0] for case in CASES])
-def test_same_bits(model_type: str, dtype: str, overrides: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
-    _, model = build(model_type, dtype=getattr(torch, dtype), **overrides)
-    path = str(save(model, tmp_path))
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    base, preemptions = None, 0
-    for size, options in SETTINGS:
-        options = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16, **options}
-        with LLM(path, ranks=ranks, expert_parallel_size=size, dtype=dtype, **options) as llm:
-            found = _facts(llm.generate(prompts, PARAMS, use_tqdm=False))
-            preemptions += sum(rank["scheduler"]["preemptions"] for rank in llm.info()["ranks"])
-            if base is None:
-                base = found
-                for i in (0, 5):
-                    assert _facts(llm.generate(prompts[i], PARAMS[i], use_tqdm=False)) == [base[i]], f"{i} alone"
-        different = [i for i, (a, b) in enumerate(zip(found, base, strict=True)) if a != b]
-        assert not different, f"EP {size}, {options}: prompts {different}"
-    assert preemptions > 0
-    assert base is not None
-    assert [bool(values) for _, _, values in base] == [params.prompt_logprobs is not None for params in PARAMS]
+@pytest.mark.parametrize(("model_type", "dtype", "shape"), CASES)
+def test_same_bits_in_any_company(model_type: str, dtype: str, shape: str, ranks: Ranks, tmp_path: Path) -> None:
+    path, vocab_size = _make(model_type, dtype, shape, tmp_path)
+    requests = mixed_requests(64, vocab_size=vocab_size)
+    expected = run(path, ranks, ALONE, requests, compared=COMPARED, dtype=dtype)
+    assert expected.happened["experts_at_work"] > 2
+    differences = []
+    for setting in SETTINGS:
+        found = run(path, ranks, setting, requests, compared=COMPARED, dtype=dtype)
+        if (difference := first_difference(found.answers, expected.answers)) is not None:
+            differences.append(f"{setting.name}: {difference}")
+    assert not differences, "\n".join(differences)
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("mixtral", "float32"), ("deepseek_v3", "bfloat16")])
+def test_a_layer_that_depends_on_the_batch_is_seen(
+    model_type: str, dtype: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the last bit of one layer's output, turned over in steps of several rows, is enough."""
+    path, vocab_size = _make(model_type, dtype, "round", tmp_path)
+    requests = mixed_requests(COMPARED, vocab_size=vocab_size)
+    expected = run(path, ranks, ALONE, requests, compared=COMPARED, dtype=dtype)
+    monkeypatch.setattr(ModelGroup, "load", functools.partial(ModelGroup.load, batch_dependent=True))
+    together = Setting(name="together", options={"num_kv_blocks": 64})
+    found = run(path, ranks, together, requests, compared=COMPARED, dtype=dtype)
+    assert first_difference(found.answers, expected.answers) is not None
