@@ -284,8 +284,8 @@ SCHEDULING = (
         id="one-sequence-too-many",
         words="max_num_seqs + 1 sequences run at once",
         file="epruntime/engine/scheduler.py",
-        old="        return running < self._max_num_seqs and ",
-        new="        return running <= self._max_num_seqs and ",
+        old="        if running >= self._max_num_seqs or ",
+        new="        if running > self._max_num_seqs or ",
         test="tests/unit/test_scheduler.py::test_max_num_seqs_bounds_what_runs_and_a_slot_is_free_once_the_last_token_is_planned",
     ),
     Fault(
