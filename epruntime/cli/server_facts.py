@@ -19,13 +19,20 @@ TIMEOUT_S = 30.0
 
 def add_parser(commands: Any) -> None:
     """Adds the four commands."""
-    for name, ask, about in (
-        ("info", _info, "Tells what a server serves, by which ranks, and how loaded the experts are."),
-        ("health", _health, "Tells whether a server takes requests now: exit code 0 if it does, 1 if not."),
-        ("tokenize", _tokenize, "Tells which tokens the model gets for a text."),
-        ("detokenize", _detokenize, "Tells which text tokens stand for."),
+    for name, takes, ask, about in (
+        ("info", " [HOST:PORT]", _info, "Tells what a server serves, by which ranks, and how loaded the experts are."),
+        (
+            "health",
+            " [HOST:PORT]",
+            _health,
+            "Tells whether a server takes requests now: exit code 0 if it does, 1 if not.",
+        ),
+        ("tokenize", " [TEXT]", _tokenize, "Tells which tokens the model gets for a text."),
+        ("detokenize", " ID ...", _detokenize, "Tells which text tokens stand for."),
     ):
-        parser = commands.add_parser(name, help=about[0].lower() + about[1:].rstrip("."), description=about)
+        parser = commands.add_parser(
+            name, help="tell" + about.removeprefix("Tells").rstrip("."), description=about, usage=f"%(prog)s [OPTIONS]{takes}"
+        )
         if name == "tokenize":
             parser.add_argument("text", metavar="TEXT", nargs="?", help="default: all of standard input")
         elif name == "detokenize":

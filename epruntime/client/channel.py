@@ -124,7 +124,7 @@ def check_address(address: str) -> str:
         ConfigError: it does not.
     """
     if "://" in address:
-        raise ConfigError(f"address={address!r}: must be HOST:PORT, without a scheme; TLS is chosen by tls")
+        raise ConfigError(f"address={address!r}: must be HOST:PORT, without a scheme; TLS is chosen by tls (--tls)")
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"address={address!r}: must be HOST:PORT, for example {DEFAULT_ADDRESS}")
