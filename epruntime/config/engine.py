@@ -114,11 +114,11 @@ class ParallelConfig:
     )
     transport: str = option("auto", "all-to-all transport; auto: the best supported", choices=("auto", "local", "gloo"))
     experts_backend: str = option(
-        "auto", "expert MLP; auto: the best supported", choices=("auto", "reference", "grouped_mm")
+        "auto", "expert MLP; auto: the best supported", choices=("auto", "native", "grouped_mm", "reference")
     )
     invariance: str = option(
         "strict",
-        "strict: rows are padded so that library GEMMs give a row the same bits in any batch; fast: no padding",
+        "strict: a token's bits depend on its own request alone, by kernels made for it; fast: torch's own kernels",
         choices=("strict", "fast"),
     )
     exchange_budget_tokens: int = option(

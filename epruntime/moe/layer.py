@@ -29,12 +29,10 @@ class MoELayer:
         store: ExpertStore,
         context: StepContext,
         stats: LayerStats,
-        strict: bool,
     ) -> None:
         self.layer_index = layer_index
         self.backend = backend
-        self._dispatcher, self._store, self._context = dispatcher, store, context
-        self._stats, self._strict = stats, strict
+        self._dispatcher, self._store, self._context, self._stats = dispatcher, store, context, stats
 
     def forward(self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor) -> torch.Tensor:
         """Sum over k of weight x expert(x), in k order, in fp32, cast once.
@@ -58,7 +56,7 @@ class MoELayer:
         handle = dispatcher.prepare(x_TH, topk_ids_TK, self._context.num_tokens, self._stats)
         for _ in range(handle.num_rounds):
             rows = dispatcher.receive(handle)
-            dispatcher.send_back(handle, self.backend.forward(rows, weights, strict=self._strict))
+            dispatcher.send_back(handle, self.backend.forward(rows, weights))
         return dispatcher.finalize(handle, topk_weights_TK)
 
     __call__ = forward

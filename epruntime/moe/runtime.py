@@ -24,7 +24,7 @@ class MoERuntime:
         placement_for: number of logical experts -> placement; the same function on every rank. Layers with equal
             numbers of experts share a placement.
         backend: experts backend's name, or "auto".
-        strict: pad so that a row's bits do not depend on its batch-mates.
+        strict: a row's bits must not depend on its batch-mates: experts backends that cannot promise it are not chosen.
         budget_rows: most rows this rank receives in one exchange round, at least 1.
         context: set by the model runner before each forward.
     """
@@ -92,7 +92,7 @@ class MoERuntime:
             self._dispatchers[num_experts] = Dispatcher(
                 self.transport, self.placement(num_experts), budget_rows=self._budget_rows, stamps=self.context.stamps
             )
-        backend = select_backend(self._backend, weights)
+        backend = select_backend(self._backend, weights, strict=self._strict)
         if backend.name not in self._backend_names:
             self._backend_names.add(backend.name)
             logger.info("layer %d: experts backend %s", layer_index, backend.name)
@@ -104,5 +104,4 @@ class MoERuntime:
             store=self.store,
             context=self.context,
             stats=self.stats.layer(layer_index, num_experts, local),
-            strict=self._strict,
         )

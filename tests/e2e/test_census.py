@@ -45,9 +45,13 @@ def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
     rehearsal = rehearse(model, moe, block_size=driver.block_size)
     assert not rehearsal.unsteady
     assert rehearsal.multiplies_complex == model_forward.multiplies_complex
-    assert {"mm", "_to_copy"} <= rehearsal.ops <= model_forward.ops, rehearsal.ops - model_forward.ops
+    own = {"new_zeros", "zeros_like"}  # what it hands to experts, and what they return without an exchange
+    assert {"mm", "_to_copy"} <= rehearsal.ops, rehearsal.ops
+    assert not rehearsal.ops - own - model_forward.ops
     left = model_forward.ops - rehearsal.ops
-    assert not left & set(batch_invariant.REPLACED), "the rehearsal sees what is computed by the model itself"
+    counts = {"sum.dim_IntList"}  # of integers, of rows that are sent: no rehearsal, and exact
+    unseen = left & set(batch_invariant.REPLACED) - counts
+    assert not unseen, "the rehearsal sees what is computed by the model itself"
 
 
 def test_an_unknown_op_is_named() -> None:

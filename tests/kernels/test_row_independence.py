@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from epruntime.ops.combine import combine_rows
-from epruntime.ops.padding import padded_rows, steady_rows
 from tests.kernels.paged import PagedCase
 
 CASES = {
@@ -79,60 +78,3 @@ def test_combine(implementation: str, dtype: torch.dtype, num_threads: int, thre
     for count in range(1, 71):
         order = torch.randperm(70, generator=generator)[:count]
         assert torch.equal(combine_rows(rows, index[order], weights[order]), whole[order]), f"{count} rows"
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("size_in", "size_out"), [(64, 192), (192, 64), (576, 1536)])
-def test_padded_library_gemm(dtype: torch.dtype, size_in: int, size_out: int, num_threads: int, threads: None) -> None:
-    """What `padded_rows` promises of `F.linear`."""
-    torch.set_num_threads(num_threads)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(96, size_in, generator=generator).to(dtype)
-    weight = torch.randn(size_out, size_in, generator=generator).to(dtype)
-    whole = torch.nn.functional.linear(x, weight)
-    for rows in range(1, 71):
-        padded = torch.zeros(padded_rows(rows, strict=True), size_in, dtype=dtype)
-        padded[:rows] = x[:rows]
-        out = torch.nn.functional.linear(padded, weight)[:rows]
-        assert torch.equal(out, whole[:rows]), f"{rows} rows on {num_threads} threads"
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_padded_grouped_mm(dtype: torch.dtype, num_threads: int, threads: None) -> None:
-    """What `padded_rows` promises of `grouped_mm`: other groups' sizes must not matter either."""
-    torch.set_num_threads(num_threads)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(96, 64, generator=generator).to(dtype)
-    weight_EIO = torch.randn(3, 64, 96, generator=generator).to(dtype)
-    whole = torch.nn.functional.grouped_mm(x, weight_EIO[1:2].contiguous(), offs=torch.tensor([96], dtype=torch.int32))
-    for rows in range(1, 71):
-        size = padded_rows(rows, strict=True)
-        mate = padded_rows(rows * 7 % 50, strict=True)
-        padded = torch.ones(2 * mate + size, 64, dtype=dtype)
-        padded[mate : mate + rows] = x[:rows]
-        ends = torch.tensor([mate, mate + size, 2 * mate + size], dtype=torch.int32)
-        out = torch.nn.functional.grouped_mm(padded, weight_EIO, offs=ends)[mate : mate + rows]
-        assert torch.equal(out, whole[:rows]), f"{rows} rows on {num_threads} threads"
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 2, 3, 5, 7, 8, 11, 16, 60, 131])
-def test_a_row_s_place_in_a_padded_product_changes_nothing(
-    columns: int, dtype: torch.dtype, num_threads: int, threads: None
-) -> None:
-    """Products as narrow as a router's, at row lengths that `steady_rows` vouches for."""
-    torch.set_num_threads(num_threads)
-    for length in (36, 40, 66, 72, 100, 576, 1030, 2048):
-        if not steady_rows(length, str(dtype).removeprefix("torch.")):
-            continue
-        draw = torch.Generator().manual_seed(length)
-        weight = torch.randn(columns, length, generator=draw).to(dtype)
-        x = torch.randn(160, length, generator=draw).to(dtype)
-        whole = torch.nn.functional.linear(x, weight)
-        for first in (1, 7, 30):
-            for rows in (32, 64, 96):
-                part = torch.nn.functional.linear(x[first : first + rows].clone(), weight)
-                assert torch.equal(part, whole[first : first + rows]), f"{rows} rows of {length} from {first}"

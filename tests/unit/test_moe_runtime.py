@@ -10,6 +10,7 @@ from epruntime.comm.local import LocalTransport
 from epruntime.comm.transport import GroupInfo
 from epruntime.errors import ConfigError
 from epruntime.moe.dispatch import Dispatcher
+from epruntime.moe.experts import native
 from epruntime.moe.placement import contiguous
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
@@ -68,8 +69,9 @@ def test_the_runtime_checks_what_it_is_given() -> None:
         Dispatcher(LocalTransport(GroupInfo(rank=0, world_size=1)), contiguous(4, 2), budget_rows=8)
 
 
-def test_layers_may_differ_in_experts_width_and_backend() -> None:
-    runtime = make_runtime()
+def test_layers_may_differ_in_experts_width_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)  # as where there is no compiler
+    runtime = make_runtime(strict=False)
     runtime.context.num_tokens = 6
     kinds = [random_experts(4, 16, 24, seed=1), random_experts(9, 6, 10, seed=2, activation="relu2")]
     for index, experts in enumerate(kinds):

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("epruntime.moe.experts")
 
 
+def _native() -> type[ExpertsBackend]:
+    from epruntime.moe.experts.native import NativeExperts
+
+    return NativeExperts
+
+
 def _grouped_mm() -> type[ExpertsBackend]:
     from epruntime.moe.experts.grouped_mm import GroupedMMExperts
 
@@ -28,11 +34,18 @@ def _reference() -> type[ExpertsBackend]:
 
 
 #: name -> lazy import of the class, best first. A new backend adds one line here.
-BACKENDS: dict[str, Callable[[], type[ExpertsBackend]]] = {"grouped_mm": _grouped_mm, "reference": _reference}
+BACKENDS: dict[str, Callable[[], type[ExpertsBackend]]] = {
+    "native": _native,
+    "grouped_mm": _grouped_mm,
+    "reference": _reference,
+}
 
 
-def select_backend(name: str, weights: ExpertWeights) -> ExpertsBackend:
+def select_backend(name: str, weights: ExpertWeights, *, strict: bool) -> ExpertsBackend:
     """Makes the backend `name`, or with "auto" the first of `BACKENDS` that supports these weights.
+
+    Args:
+        strict: a row's bits must depend on that row alone.
 
     Raises:
         ConfigError: an unknown name, or a named backend that does not support the weights, with its reason.
@@ -42,7 +55,7 @@ def select_backend(name: str, weights: ExpertWeights) -> ExpertsBackend:
     passed_over: list[str] = []
     for candidate in BACKENDS if name == "auto" else (name,):
         kind = BACKENDS[candidate]()
-        support = kind.supports(weights)
+        support = kind.supports(weights, strict=strict)
         if support.ok:
             logger.debug("experts backend %s%s", candidate, "".join(f"; not {reason}" for reason in passed_over))
             return kind()

@@ -15,7 +15,11 @@ class GroupedMMExperts(ExpertsBackend):
     name = "grouped_mm"
 
     @classmethod
-    def supports(cls, weights: ExpertWeights) -> Support:
+    def supports(cls, weights: ExpertWeights, *, strict: bool) -> Support:
+        if strict:
+            return Support(
+                ok=False, reason="invariance=strict: its kernel, and a row's bits, depend on how many rows a group has"
+            )
         if not hasattr(torch.nn.functional, "grouped_mm"):
             return Support(ok=False, reason=f"torch {torch.__version__} has no grouped_mm")
         for label, tensor in (("up", weights.up_SIH), ("down", weights.down_SHI)):
@@ -36,7 +40,5 @@ class GroupedMMExperts(ExpertsBackend):
                 )
         return Support(ok=True)
 
-    def linear(self, x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
-        out_PO = torch.nn.functional.grouped_mm(x_PI, matrix_SIO, offs=ends_S)
-        out_PO[ends_S[-1] :].zero_()  # grouped_mm leaves rows beyond the last group as they were in memory
-        return out_PO
+    def linear(self, x_MI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x_MI, matrix_SIO, offs=ends_S)

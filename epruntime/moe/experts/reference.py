@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 
 from epruntime.comm.transport import Support
-from epruntime.moe.experts.base import ExpertsBackend
+from epruntime.moe.experts.base import ExpertsBackend, unfit_weights
 from epruntime.moe.types import ExpertWeights
+from epruntime.ops.gemm import matmul
 
 
 class ReferenceExperts(ExpertsBackend):
     name = "reference"
 
     @classmethod
-    def supports(cls, weights: ExpertWeights) -> Support:
-        return Support(ok=True)
+    def supports(cls, weights: ExpertWeights, *, strict: bool) -> Support:
+        return unfit_weights(weights)
 
-    def linear(self, x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
-        out_PO = x_PI.new_zeros((x_PI.shape[0], matrix_SIO.shape[2]))
+    def linear(self, x_MI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+        out_MO = torch.empty(x_MI.shape[0], matrix_SIO.shape[2], dtype=x_MI.dtype, device=x_MI.device)
         start = 0
         for slot, end in enumerate(ends_S.tolist()):
             if end > start:
-                torch.mm(x_PI[start:end], matrix_SIO[slot], out=out_PO[start:end])
+                out_MO[start:end] = matmul(x_MI[start:end], matrix_SIO[slot])
             start = end
-        return out_PO
+        return out_MO
