@@ -1,0 +1,100 @@
+"""What invariance=strict costs: time of a decode step and of a prefill, strict and fast side by side.
+
+    python benchmarks/bench_invariance.py MODEL --ep 1 2 --dtype bfloat16 float32
+
+MODEL is a checkpoint directory (`epruntime.testing.sample_model` makes one). Prints rows of a Markdown table; rounds of
+the modes alternate, and the fastest of each counts, so that a machine with other work on it disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from epruntime import LLM, SamplingParams
+
+MODES = ("strict", "fast")
+
+
+def seconds(llm: LLM, prompts: list[dict[str, Any]], max_tokens: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def prompt(length: int, number: int) -> dict[str, Any]:
+    return {"prompt_token_ids": [(7 * i + 131 * number) % 997 + 3 for i in range(length)]}
+
+
+class Measurement:
+    """Fastest times of one mode, milliseconds."""
+
+    def __init__(self, args: argparse.Namespace, mode: str, size: int, dtype: str) -> None:
+        self.args, self.mode = args, mode
+        self.llm = LLM(
+            args.model,
+            expert_parallel_size=size,
+            invariance=mode,
+            dtype=dtype,
+            threads_per_rank=args.threads,
+            max_model_len=1024,
+            max_num_batched_tokens=512,
+            enable_prefix_caching=False,
+            num_kv_blocks=800,
+        )
+        self.best: dict[str, float] = {}
+
+    def round(self, number: int) -> None:
+        """One prefill of 512 tokens, and some decode steps at each batch size."""
+        self._keep("prefill", seconds(self.llm, [prompt(512, number)], 1))
+        for batch in self.args.batches:
+            prompts = [prompt(8, number + i) for i in range(batch)]
+            first, steps = seconds(self.llm, prompts, 1), self.args.steps
+            self._keep(f"decode {batch}", (seconds(self.llm, prompts, steps + 1) - first) / steps)
+
+    def _keep(self, what: str, value: float) -> None:
+        self.best[what] = min(self.best.get(what, float("inf")), 1e3 * value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--ep", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--label", default="", help="in front of the mode's name")
+    args = parser.parse_args()
+    print(
+        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {args.threads} thread per rank, "
+        f"load average {os.getloadavg()[0]:.1f} at the start. Milliseconds, fastest of {args.rounds} rounds.\n"
+    )
+    print(
+        "| dtype | EP | mode | prefill of 512 tokens | "
+        + " | ".join(f"decode step of {b}" for b in args.batches)
+        + " |"
+    )
+    print("|---|---|---|---|" + "---|" * len(args.batches))
+    for dtype in args.dtype:
+        for size in args.ep:
+            measured = [Measurement(args, mode, size, dtype) for mode in args.mode]
+            for number in range(args.rounds):
+                for entry in measured:
+                    entry.round(number)
+            for entry in measured:
+                times = " | ".join(f"{value:.1f}" for value in entry.best.values())
+                print(f"| {dtype} | {size} | {args.label}{entry.mode} | {times} |", flush=True)
+                entry.llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
