@@ -159,8 +159,10 @@ def reference_logits(
 
 
 def fresh(reference: Any) -> Any:
-    """The model as it is before any forward: dynamic rotary embeddings remember the longest sequence so far."""
-    return copy.deepcopy(reference) if "dynamic" in adapter.rope_types(reference) else reference
+    """The model as it is before any forward: rotary embeddings remember. Dynamic ones the longest sequence so far,
+    those of longrope, in the oldest transformers, that there was a long one: they fail at the second."""
+    remembers = {"dynamic", "longrope"} & set(adapter.rope_types(reference))
+    return copy.deepcopy(reference) if remembers else reference
 
 
 def compare(

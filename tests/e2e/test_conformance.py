@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
@@ -193,12 +194,24 @@ def test_equals_transformers_fp32(model_type: str, overrides: dict[str, Any], tm
     assert found.eager_error < 1e-3 * found.largest_logit, f"the oracle itself is unsteady: {found}"
 
 
+def _runs_as_loaded(path: Path) -> bool:
+    """False: transformers itself keeps some weights in fp32 and then multiplies them with bf16 (5.16, deepseek_v4)."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    try:
+        model(torch.arange(3, 9)[None])
+    except RuntimeError as error:
+        return "same dtype" not in str(error)
+    return True
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_bf16_is_as_near_as_eager_bf16(model_type: str, tmp_path: Path) -> None:
     _, reference = tiny_models.build(model_type, dtype=torch.bfloat16)
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="auto", moe=local_runtime())
     assert model.info.dtype == "bfloat16"
+    if not _runs_as_loaded(tmp_path):
+        pytest.skip(f"transformers {transformers.__version__} cannot run the bf16 checkpoint that it has saved")
     found = [compare(reference, model, seed=seed) for seed in (1, 2, 3)]  # a router that flips moves one's median
     assert tuple(model.forward(ForwardBatch.idle()).shape) == (0, model.info.vocab_size)
     error, eager = (sum(getattr(c, name) for c in found) for name in ("median_error", "median_eager_error"))
