@@ -102,7 +102,7 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
     },
-    "deepseek_v4": {"layer_types": ["sliding_attention"] * 3},
+    "deepseek_v4": {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
     "dots3_note_text": _LATENT,
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {

@@ -43,7 +43,10 @@ def build(
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 std = _spread(name)
-                if std is not None and tensor.is_floating_point():
+                if name.endswith("tid2eid"):  # [V, K] expert ids by token, where a hash of the token routes
+                    num_experts = len(model.get_submodule(name.rpartition(".")[0]).weight)
+                    tensor.copy_(torch.rand(len(tensor), num_experts).argsort(1)[:, : tensor.shape[1]])
+                elif std is not None and tensor.is_floating_point():
                     tensor.normal_(std=std)
                 elif tensor.dim() > 1 and tensor.is_floating_point() and not tensor.any():
                     tensor.normal_(std=0.3)  # a router that transformers forgets to initialise
