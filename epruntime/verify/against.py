@@ -106,9 +106,10 @@ class AgainstReport:
         )
         for found in self.different_tokens[:4]:
             kind = "within the error" if found.margin <= 2 * self.bound else "BEYOND THE ERROR"
+            likely = f"more likely by {found.margin:.2g}" if found.margin else "as likely"
             words += (
                 f"; request {found.request}, output position {found.position}: token {found.token} where transformers "
-                f"has {found.expected_token}, more likely by {found.margin:.2g}: {kind}"
+                f"has {found.expected_token}, {likely}: {kind}"
             )
         return words
 

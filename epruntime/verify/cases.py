@@ -14,6 +14,7 @@ from epruntime.models.info import ModelInfo
 from epruntime.moe.placement import placement_for
 from epruntime.verify.requests import Shape, VerifyRequest
 from epruntime.verify.session import RunFacts, RunSettings, Submission
+from epruntime.words import counted
 
 #: largest batch, and largest number of rows of the steps of the case `rows`.
 BATCH, ROWS = 64, 12
@@ -251,7 +252,7 @@ def _threads(s: Setting) -> list[Case]:
             missing = "" if found == {threads} else f"ranks ran {sorted(found)} threads"
             return Proof(counters={"threads per rank": max(found), "instead of": s.threads}, missing=missing)
 
-        varied = f"{threads} compute thread{'s' * (threads > 1)} per rank"
+        varied = f"{counted(threads, 'compute thread')} per rank"
         return _reloaded(s, f"threads-{threads}", varied, prove, {"threads_per_rank": threads})
 
     return [case(threads) for threads in (1, 2) if threads != s.threads]

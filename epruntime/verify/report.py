@@ -9,6 +9,7 @@ from typing import Any
 from epruntime.verify.against import AgainstReport
 from epruntime.verify.compare import Difference
 from epruntime.verify.facts import VerifyFacts
+from epruntime.words import counted
 
 BASELINE, IDENTICAL, DIFFERENT = "baseline", "identical", "different"
 NOT_EXERCISED, SKIPPED = "not exercised", "skipped"
@@ -142,8 +143,8 @@ def _head(facts: VerifyFacts) -> str:
         ),
         (
             "ranks",
-            f"EP {facts.expert_parallel_size}, {facts.threads_per_rank} threads each, on {', '.join(facts.hosts)}; "
-            f"{facts.launcher}, {facts.transport}, experts {facts.experts_backend}, invariance={facts.invariance}",
+            f"EP {facts.expert_parallel_size}, {counted(facts.threads_per_rank, 'thread')} each, on "
+            f"{', '.join(facts.hosts)}; {facts.launcher}, {facts.transport}, experts {facts.experts_backend}, invariance={facts.invariance}",
         ),
         ("kernels", signature),
         ("versions", versions),

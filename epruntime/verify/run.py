@@ -43,6 +43,7 @@ from epruntime.verify.report import (
 )
 from epruntime.verify.requests import Shape, VerifyRequest, make_requests, random_prompts, shape_of
 from epruntime.verify.session import RunFacts, Session, Trace
+from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.verify.run")
 
@@ -122,7 +123,7 @@ class _Verification:
         return max(*self._sizes, self._config.parallel.expert_parallel_size)
 
     async def run_on_own_ranks(self) -> None:
-        self._say(f"starting {self.num_ranks} rank{'s' * (self.num_ranks > 1)}")
+        self._say(f"starting {counted(self.num_ranks, 'rank')}")
         parallel = replace(self._config.parallel, expert_parallel_size=self.num_ranks)
         pool = await start_ranks(replace(self._config, parallel=parallel))
         try:
@@ -135,7 +136,7 @@ class _Verification:
         pool.heartbeat_timeout_s = heartbeat_timeout_s(self._config.parallel)
         size = self._config.parallel.expert_parallel_size
         if size > len(pool.ranks):
-            raise ConfigError(f"expert_parallel_size={size}, but there are {len(pool.ranks)} ranks")
+            raise ConfigError(f"expert_parallel_size={size}, but the pool has {counted(len(pool.ranks), 'rank')}")
         threads = self._config.parallel.threads_per_rank or pool.ranks[0].seat.threads
         setting = Setting(
             config=self._config,
