@@ -144,7 +144,8 @@ def _head(facts: VerifyFacts) -> str:
         (
             "ranks",
             f"EP {facts.expert_parallel_size}, {counted(facts.threads_per_rank, 'thread')} each, on "
-            f"{', '.join(facts.hosts)}; {facts.launcher}, {facts.transport}, experts {facts.experts_backend}, invariance={facts.invariance}",
+            f"{', '.join(facts.hosts)}; {facts.launcher}, {facts.transport}, experts {facts.experts_backend}, "
+            f"invariance={facts.invariance}",
         ),
         ("kernels", signature),
         ("versions", versions),
