@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 from epruntime import envs
 from epruntime.cli import (
@@ -75,6 +78,9 @@ def run(parser: CommandParser, argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.refuse(unknown)
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, _terminated)  # what was started is ended, as at Ctrl-C
     try:
         _set_up_logging()
         code: int = args.run(args)
@@ -98,8 +104,14 @@ def run(parser: CommandParser, argv: Sequence[str] | None = None) -> int:
             f"'epruntime[{_EXTRAS[package]}]'"
         )  # fmt: skip
     finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         # At exit the interpreter would search all of torch and transformers for garbage, which takes seconds.
         gc.freeze()
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _fail(program: str, text: str) -> int:

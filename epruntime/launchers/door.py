@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 
 from epruntime.comm.control import ControlServer
+from epruntime.errors import LaunchError
 
 #: longest path of a Unix socket that every system takes, bytes.
 _MAX_SOCKET_PATH = 100
@@ -32,6 +33,9 @@ class Door:
     async def open(self) -> AsyncIterator[str]:
         """Listens while it is held by anybody; gives the control address.
 
+        Raises:
+            LaunchError: it cannot.
+
         Afterwards there is no listener and no file, also if this process is killed later.
         """
         self._holders += 1
@@ -54,10 +58,16 @@ class Door:
             self._directory = None
 
     async def _listen(self) -> str:
-        if self._host is not None:
-            return await self._server.listen_tcp(self._host)
-        self._directory = private_directory()
-        return await self._server.listen_unix(f"{self._directory.name}/{_SOCKET_NAME}")
+        """Raises LaunchError: there is no address, or no folder, for it."""
+        try:
+            if self._host is not None:
+                return await self._server.listen_tcp(self._host)
+            self._directory = private_directory()
+            return await self._server.listen_unix(f"{self._directory.name}/{_SOCKET_NAME}")
+        except OSError as error:
+            where = "in a temporary folder (TMPDIR)" if self._host is None else f"on {self._host}"
+            hint = "" if self._host is None else "; EPRUNTIME_HOST_IP names another address of this host"
+            raise LaunchError(f"the coordinator cannot listen for ranks {where}: {error}{hint}") from error
 
 
 def private_directory() -> tempfile.TemporaryDirectory[str]:

@@ -3,7 +3,8 @@
 listen -> create the engine (health: not serving) -> ready line -> serve -> drain -> stop
 
 Signals: the first SIGTERM or SIGINT drains (while loading: gives up and cleans up), the second stops at once, the
-third ends the process without cleaning up.
+third ends the process without cleaning up. Those that come within half a second of each other are one: `timeout`, or
+a wrapper that hands on what the terminal has sent to all, sends a signal twice.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ CreateEngine = Callable[..., Awaitable[Engine]]
 
 #: How long a server with a dead engine still tells clients and health probes why, before it exits.
 DEAD_LINGER_S = 5.0
+#: Seconds within which signals are one wish.
+ONE_WISH_S = 0.5
 _OPEN_FILES = 65536
 #: How often ranks are asked for what they count themselves, for /metrics and the log.
 _STATS_INTERVAL_S = 2.0
@@ -103,6 +106,7 @@ class Signals:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.last = signal.SIGTERM
         self._loop = asyncio.get_running_loop()
+        self._counts_from = 0.0  # loop time before which no signal is another wish
 
     @property
     def exit_code(self) -> int:
@@ -119,6 +123,9 @@ class Signals:
             self._loop.remove_signal_handler(number)
 
     def _arrived(self, number: signal.Signals) -> None:
+        if self._loop.time() < self._counts_from:
+            return
+        self._counts_from = self._loop.time() + ONE_WISH_S
         self.last = number
         if not self.first.is_set():
             self.first.set()

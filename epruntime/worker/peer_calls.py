@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GREETING = struct.Struct("<16si")
+#: seconds that a listener rests when a caller could not be taken.
+_BREATH_S = 0.01
 _IN_PROGRESS = (errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
@@ -53,11 +55,13 @@ class Listener:
         self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         self._greeting = GREETING.pack(nonce, slot)
         self.port: int = self._socket.getsockname()[1]
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="epruntime-preflight", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Safe to call again."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -68,7 +72,10 @@ class Listener:
             try:
                 caller, _ = self._socket.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_BREATH_S)  # a caller has left too early, or all files are in use for a moment
+                continue
             with caller, contextlib.suppress(OSError):  # it has gone again
                 caller.setblocking(False)  # an empty send buffer holds a greeting
                 caller.send(self._greeting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 
 import pytest
 from fake_process import Process
@@ -11,6 +12,7 @@ from serving import wait_until
 
 from epruntime.client import Client
 from epruntime.errors import UnavailableError
+from epruntime.serve.server import ONE_WISH_S
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_the_last_line_counts_requests(drain_s, tokens, signals, last):
         server.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: client.health() == "not serving", "draining")
         if signals == 2:
+            time.sleep(2 * ONE_WISH_S)
             server.popen.send_signal(signal.SIGTERM)
         for stream in streams:
             with contextlib.suppress(UnavailableError):  # cut off

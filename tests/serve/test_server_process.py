@@ -13,6 +13,7 @@ from serving import wait_until
 
 from epruntime.client import Client
 from epruntime.errors import RankLostError, UnavailableError
+from epruntime.serve.server import ONE_WISH_S
 
 
 def _stream(client: Client, **options):
@@ -64,12 +65,25 @@ def test_second_signal_stops_at_once(number):
         _, errors, thread = _stream(client, max_tokens=100_000)
         server.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: client.health() == "not serving", "draining")
+        time.sleep(2 * ONE_WISH_S)
         began = time.monotonic()
         server.popen.send_signal(number)
         thread.join(DEADLINE_S)
         assert isinstance(errors[0], UnavailableError)
         assert server.end()[0] == 128 + number
         assert time.monotonic() - began < 25  # and not the 30 s of the drain
+
+
+def test_a_signal_that_comes_twice_at_once_is_one():
+    """As `timeout` and wrappers of commands send it: to the process, and to its group."""
+    with Process() as server, Client(server.address(), retries=0) as client:
+        chunks, errors, thread = _stream(client, max_tokens=100)
+        for _ in range(3):
+            server.popen.send_signal(signal.SIGTERM)
+        thread.join(DEADLINE_S)
+        assert not errors
+        assert chunks[-1].finish_reason == "length"
+        assert server.end()[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

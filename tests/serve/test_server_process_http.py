@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 
 import httpx2
 import pytest
@@ -12,6 +13,7 @@ from fake_process import DEADLINE_S, Process
 from serving import wait_until
 
 from epruntime.client import Client
+from epruntime.serve.server import ONE_WISH_S
 
 
 class Stream:
@@ -67,6 +69,7 @@ def test_second_signal_stops_at_once():
         stream = Stream(url, 100_000)
         server.popen.send_signal(signal.SIGINT)
         wait_until(lambda: _refuses(url), "draining")
+        time.sleep(2 * ONE_WISH_S)
         server.popen.send_signal(signal.SIGINT)
         assert "stopped before this request ended" in json.loads(stream.end()[-1])["error"]["message"]
         assert server.end()[0] == 130

@@ -107,3 +107,22 @@ def test_a_greeting_in_pieces_is_put_together() -> None:
 def test_an_address_that_is_not_this_hosts() -> None:
     with pytest.raises(OSError, match="assign"):
         Listener("192.0.2.1", nonce=NONCE, slot=0)  # TEST-NET-1: nobody's address
+
+
+def test_a_caller_that_cannot_be_taken_ends_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process has no file left for a moment, or a caller is gone before it is taken."""
+    failures = [OSError(24, "Too many open files"), ConnectionAbortedError()]
+    accept = socket.socket.accept
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures and threading.current_thread() is not threading.main_thread():
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    listener = Listener("127.0.0.1", nonce=NONCE, slot=3)
+    try:
+        assert call_all([_peer(3, listener.port)], nonce=NONCE, timeout_s=30) == [Answer(slot=3)]
+        assert failures == []
+    finally:
+        listener.close()
