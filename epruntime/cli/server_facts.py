@@ -31,7 +31,10 @@ def add_parser(commands: Any) -> None:
         ("detokenize", " ID ...", _detokenize, "Tells which text tokens stand for."),
     ):
         parser = commands.add_parser(
-            name, help="tell" + about.removeprefix("Tells").rstrip("."), description=about, usage=f"%(prog)s [OPTIONS]{takes}"
+            name,
+            help="tell" + about.removeprefix("Tells").rstrip("."),
+            description=about,
+            usage=f"%(prog)s [OPTIONS]{takes}",
         )
         if name == "tokenize":
             parser.add_argument("text", metavar="TEXT", nargs="?", help="default: all of standard input")
