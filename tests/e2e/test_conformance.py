@@ -116,7 +116,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": {**_LONGROPE, **_MSCALES}},
     ],
     "ernie4_5_moe": [{"use_bias": True}, {"moe_layer_start_index": 0}],
-    "cohere2_moe": [{"layer_types": _ALTERNATE}],
+    "cohere2_moe": [
+        {"layer_types": _ALTERNATE},
+        {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 40},
+    ],
     "laguna": [
         {"layer_types": _ALTERNATE},
         {"gating": False},
@@ -128,14 +131,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "mellum": [{"layer_types": _ALTERNATE, "sliding_window": 5}, {"mlp_layer_types": ["dense", "sparse", "sparse"]}],
     "dots1": [{"layer_types": _ALTERNATE, "sliding_window": 5}],
-    "flint": [{"layer_types": _ALTERNATE, "sliding_window": 5}],
+    "flint": [{"layer_types": _ALTERNATE, "sliding_window": 5}, {"mlp_only_layers": [0, 1]}],
     "kolibri1": [{"layer_types": _ALTERNATE, "sliding_window": 5}],
     "afmoe": [{"layer_types": _ALTERNATE}, {"num_dense_layers": 0}],
     "hunyuan_v1_moe": [
         {"attention_bias": True},
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
     ],
+    "lara_mini": [{"layer_types": _ALTERNATE, "sliding_window": 3}],
     "mimo_v2_flash": [{"v_head_dim": 8}],
+    "minimax_m3_vl_text": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
+    "qwen3_next": [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}],
     "llama4_text": [
         {"num_experts_per_tok": 2},
         {"interleave_moe_layer_step": 2},
