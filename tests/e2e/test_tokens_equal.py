@@ -19,8 +19,9 @@ from epruntime.testing.reference import Reference, greedy_reference
 from epruntime.testing.tiny_models import build, save
 
 MIN_MARGIN = 1e-4
-#: fp32 in another order of summation; measured at most 7e-5, and 1.8e-4 for granitemoe, whose multipliers widen it
-LOGPROB_BOUND = 5e-4
+#: fp32 in another order of summation: measured at most 7e-5, and 9.8e-4 for granitemoe, whose multipliers widen it
+#: (in its logits transformers' fp32 is up to 3.1e-4 from fp64, and ours up to 1.8e-4)
+LOGPROB_BOUND = {"granitemoe": 2e-3}
 
 OPTIONS = {
     "dtype": "float32",
@@ -84,7 +85,7 @@ def test_tokens_equal_transformers(family: str, case, ranks: Ranks, capsys: pyte
         error = _logprob_error(outputs, reference) if not _wrong(outputs, reference) else math.nan
         report.append(f"EP {size}: logprob error {error:.1e}, {counters}")
         assert not _wrong(outputs, reference), f"EP {size}: prompts {_wrong(outputs, reference)} differ"
-        assert error < LOGPROB_BOUND
+        assert error < LOGPROB_BOUND.get(family, 5e-4)
         assert all(output.outputs[0].finish_reason == "length" for output in outputs)
         if size == 1:
             # the only rank is never idle while there is work
