@@ -229,7 +229,6 @@ EXACT = [
     Case(op="squeeze.dim", run=lambda x: x[:, :1].squeeze(1)),
     Case(op="detach", run=lambda x: x.detach()),
     Case(op="detach_", run=lambda x: x.clone().detach_()),
-    Case(op="detach_", run=lambda x: x.clone().detach_()),
     Case(op="lift_fresh", run=torch.ops.aten.lift_fresh),
     Case(op="view_as_complex", run=lambda x: torch.view_as_complex(torch.stack((x, x), -1).float())),
     Case(op="view_as_real", run=lambda x: torch.view_as_real(torch.complex(x.float(), x.float()))),
