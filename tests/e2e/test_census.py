@@ -46,7 +46,7 @@ def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
     assert not rehearsal.unsteady
     assert rehearsal.multiplies_complex == model_forward.multiplies_complex
     own = {"new_zeros", "zeros_like"}  # what it hands to experts, and what they return without an exchange
-    assert {"mm", "_to_copy"} <= rehearsal.ops, rehearsal.ops
+    assert "mm" in rehearsal.ops
     assert not rehearsal.ops - own - model_forward.ops
     left = model_forward.ops - rehearsal.ops
     counts = {"sum.dim_IntList"}  # of integers, of rows that are sent: no rehearsal, and exact
