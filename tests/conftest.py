@@ -17,11 +17,14 @@ import pytest
 APART = (
     "tests/hosts/",
     "tests/distributed/test_death_ray.py",
+    "tests/distributed/test_invariance_launchers.py",
     "tests/distributed/test_launchers_ray.py",
     "tests/distributed/test_ray_in_program.py",
     "tests/e2e/test_demo.py",
     "tests/e2e/test_llm_exit.py",
 )
+#: Long, and their tests share nothing but the ranks of the session: workers take one test at a time.
+SINGLY = ("tests/e2e/test_conformance.py", "tests/e2e/test_conformance_list.py", "tests/e2e/test_invariance.py")
 #: What takes longest, which several workers begin with, so that none is left with it alone at the end.
 FIRST = (*APART, "tests/e2e/", "tests/distributed/", "tests/serve/")
 
@@ -48,6 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(SINGLY):
+                return nodeid
             return "apart" if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
         def remove_node(self, node: Any) -> str | None:
