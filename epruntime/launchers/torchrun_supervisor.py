@@ -184,7 +184,7 @@ class Supervisor:
         self._give_up(EXIT_ORPHANED, words)
 
     def _give_up(self, code: int, reason: str) -> None:
-        """Ends without a word from the coordinator. If it is a child of ours its exit code tells more, should it come."""
+        """Ends without a word from the coordinator. If it is a child of ours its exit code tells more, if it comes."""
         if self._worker.rank != 0:
             self._end(code, reason)
         else:
