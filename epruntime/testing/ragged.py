@@ -24,6 +24,7 @@ from epruntime.moe.placement import Placement, contiguous
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import StepContext
+from epruntime.ops import batch_invariant
 
 #: Per step, (sequence, new tokens): ragged prefill, mixed chunks and decodes, decode only, and a long chunk.
 SCHEDULE: tuple[tuple[tuple[str, int], ...], ...] = (
@@ -174,7 +175,10 @@ def compare(
     num_blocks: int = 48,
     block_size: int = 4,
 ) -> Comparison:
-    """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64."""
+    """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64.
+
+    The model runs on row-independent ops, as a strict rank has them; transformers on torch's own.
+    """
     sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
     exact = reference_logits(reference, sequences, torch.float64)
     eager = reference_logits(reference, sequences)
@@ -183,7 +187,11 @@ def compare(
     done: Counter[str] = Counter()
     errors, eager_errors = [], []
     for items in schedule:
-        found = driver.step([(name, sequences[name][done[name] : done[name] + n]) for name, n in items])
+        batch_invariant.install(complex_products=True)
+        try:
+            found = driver.step([(name, sequences[name][done[name] : done[name] + n]) for name, n in items])
+        finally:
+            batch_invariant.uninstall()
         for (name, n), logits in zip(items, found, strict=True):
             rows = slice(done[name], done[name] + n)
             errors.append((logits.double() - exact[name][rows]).abs().flatten())
