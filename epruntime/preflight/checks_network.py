@@ -36,13 +36,12 @@ def check_addresses(ranks: Sequence[RankFacts]) -> list[Finding]:
     found = [
         finding(
             "address-none",
-            slots=(rank.slot,),
-            hosts=(rank.host,),
-            found=f"no address for the other ranks: {rank.machine.address_by}",
+            slots=slots_of(members),
+            hosts=(host,),
+            found=f"no address for the other ranks: {members[0].machine.address_by}",
             expected="an address of this host that the others reach",
         )
-        for rank in ranks
-        if not rank.machine.address
+        for host, members in by_host(rank for rank in ranks if not rank.machine.address).items()
     ]
     hosts = by_host(rank for rank in ranks if rank.machine.address)
     if len(hosts) > 1:

@@ -24,8 +24,8 @@ def _open(host: str | None) -> None:
 
 
 def test_an_address_of_another_host() -> None:
-    with pytest.raises(LaunchError, match=r"cannot listen for ranks on 192\.0\.2\.1: .*; EPRUNTIME_HOST_IP names"):
-        _open("192.0.2.1")  # TEST-NET-1, nobody's
+    with pytest.raises(LaunchError, match=r"cannot listen for ranks on 203\.0\.113\.1: .*; EPRUNTIME_HOST_IP names"):
+        _open("203.0.113.1")  # TEST-NET-3, nobody's
 
 
 def test_no_folder_for_the_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

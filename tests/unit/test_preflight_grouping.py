@@ -9,7 +9,7 @@ from preflight_facts import SETTING, rank
 
 from epruntime.preflight import checks_hosts
 from epruntime.preflight.checks_exchange import check_times
-from epruntime.preflight.checks_network import Call, check_calls
+from epruntime.preflight.checks_network import Call, check_addresses, check_calls
 from epruntime.preflight.expectations import Expectations
 from epruntime.preflight.findings import Severity
 from epruntime.preflight.pairs import PairTime
@@ -69,6 +69,12 @@ def test_open_files_are_one_finding_for_a_host(limits, slots, severity, said) ->
     found = checks_hosts.check_open_files(ranks)
     assert [(f.slots, f.severity) for f in found] == ([(slots, severity)] if slots else [])
     assert said in "".join(finding.found for finding in found)
+
+
+def test_no_address_is_one_finding_for_a_host() -> None:
+    ranks = [rank(slot, "ab"[slot // 2], address="" if slot < 2 else "10.0.0.2") for slot in range(4)]
+    found = [finding for finding in check_addresses(ranks) if finding.id == "address-none"]
+    assert [(finding.slots, finding.hosts) for finding in found] == [((0, 1), ("a",))]
 
 
 def test_locked_memory_is_one_finding_for_a_host() -> None:
