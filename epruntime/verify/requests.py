@@ -11,6 +11,8 @@ from epruntime.plan import SamplingSpec
 
 #: most likely tokens reported at each position: their order and values are compared, too.
 _TOP_LOGPROBS = 3
+#: ids below it are special in most vocabularies; the embedding of padding is zero, which makes ties of what is scored.
+_FIRST_ID = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,13 @@ def random_prompts(number: int, shape: Shape, *, vocab_size: int, seed: int) -> 
     another one."""
     source = random.Random(seed)
     longest, block = shape.longest_prompt, shape.block_size
+    first_id = _FIRST_ID if vocab_size > 2 * _FIRST_ID else 0
     prompts = []
     for i in range(number):
         length = longest - (longest - 1) * i // max(1, number - 1)
         if i % 3 == 1:
             length = min(-(-length // block) * block, longest // block * block) or length
-        prompts.append([source.randrange(vocab_size) for _ in range(length)])
+        prompts.append([source.randrange(first_id, vocab_size) for _ in range(length)])
     return prompts
 
 
