@@ -22,6 +22,10 @@ from epruntime.models.conversions import Conversions, Stacking, natural_order
 from epruntime.models.safetensors import RangeReader, TensorEntry
 
 _SHOWN = 12
+#: Tensors that a layer has only if it drafts tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2): it takes the hidden
+#: state before and the next embedding. transformers ignores such layers, but only by the number that they have in
+#: published checkpoints.
+_DRAFTS = re.compile(r"^(.*\.layers\.\d+\.)(eh_proj|enorm|hnorm)\.")
 _PREFETCH_BYTES = 64 << 20
 
 
@@ -211,10 +215,12 @@ class WeightPlan:
         groups: dict[str, _Group] = {}
         ignored: list[str] = []
         extra: list[str] = []
+        drafts = tuple({match[1] for match in map(_DRAFTS.match, self._checkpoint.tensors) if match})
         for key in sorted(self._checkpoint.tensors, key=natural_order):
             place = self._conversions.destination(key)
             if place is None:
-                (ignored if self._conversions.may_be_ignored(key) else extra).append(key)
+                no_part = key.startswith(drafts) or self._conversions.may_be_ignored(key)
+                (ignored if no_part else extra).append(key)
                 continue
             self._check_kind(self._checkpoint.tensors[key], place.target)
             group = groups.setdefault(place.target, _Group(target=place.target, outputs=place.outputs))

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from epruntime.errors import CheckpointError
 from epruntime.models.conformance import COVERED
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model, load_model
@@ -144,6 +145,23 @@ def test_draft_layers_are_not_read(tmp_path: Path) -> None:
     report = loaded.load_report
     assert report.ignored == ("model.layers.61.eh_proj.weight",)
     assert report.checkpoint_bytes - report.read_bytes == 4000
+
+
+def test_draft_layers_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    """Of a model with another number of layers, the draft layer has another number than transformers knows."""
+    _, model = tiny_models.build("glm4_moe", num_hidden_layers=2)
+    tiny_models.save(model, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as source:
+        tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
+    layer = {n.replace("layers.1.", "layers.2."): x.clone() for n, x in tensors.items() if ".layers.1." in n}
+    assert any(".experts." in name for name in layer)
+    safetensors.torch.save_file(tensors | layer, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="have no place in the model"):
+        inspect_model(tmp_path)
+    layer |= {f"model.layers.2.{name}.weight": torch.zeros(8) for name in ("eh_proj", "enorm", "shared_head.norm")}
+    safetensors.torch.save_file(tensors | layer, tmp_path / "model.safetensors")
+    report = load_model(tmp_path, dtype="auto", moe=local_runtime()).load_report
+    assert set(report.ignored) == set(layer)
 
 
 _COUNT = """
