@@ -34,6 +34,8 @@ FACTOR = 4.0
 _FLOOR = {"float32": 2e-5, "bfloat16": 1e-2}
 #: taken where the wider run is impossible.
 _FIXED = {"float32": 5e-4, "bfloat16": 0.2}
+#: part of the positions that may lie beyond: in bfloat16 rounding makes a router choose another expert now and then.
+_OUTLIERS = {"float32": 0.0, "bfloat16": 0.1}
 _WIDER = {"float32": torch.float64, "bfloat16": torch.float32}
 _GIB = 2**30
 
@@ -63,6 +65,7 @@ class AgainstReport:
         largest_difference, median_difference: between epruntime's and transformers' log-probability of a token.
         arithmetic_error, median_error: the same between transformers in the model's dtype and in the wider one. Where
             rounding makes a router choose another expert a token may lie far off; the medians see what all have.
+        num_outliers: positions that differ by more than `bound`; outlier_share: part of them that may.
         note: how that was found, if not by running it.
     """
 
@@ -75,6 +78,8 @@ class AgainstReport:
     arithmetic_error: float
     median_error: float
     different_tokens: tuple[TokenDifference, ...]
+    num_outliers: int = 0
+    outlier_share: float = 0.0
     note: str = ""
 
     @property
@@ -90,7 +95,8 @@ class AgainstReport:
     @property
     def ok(self) -> bool:
         medians = self.median_difference <= FACTOR * self.median_error
-        return self.num_beyond == 0 and medians and self.largest_difference <= self.bound
+        few = self.num_outliers <= self.outlier_share * self.num_positions
+        return medians and few and self.num_beyond <= self.outlier_share * self.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bound": self.bound, "num_beyond": self.num_beyond, "ok": self.ok}
@@ -102,7 +108,8 @@ class AgainstReport:
             f"own; over {self.num_positions} positions ({self.num_same_bits} have the same bits) log-probabilities "
             f"differ by {self.median_difference:.2g} in the median and {self.largest_difference:.2g} at most; "
             f"arithmetic explains {FACTOR:g} times {self.median_error:.2g} and {FACTOR:g} times "
-            f"{self.arithmetic_error:.2g} ({self.note or 'its own distance from the wider dtype'})"
+            f"{self.arithmetic_error:.2g} ({self.note or 'its own distance from the wider dtype'}), and "
+            f"{self.num_outliers} positions lie beyond, of {int(self.outlier_share * self.num_positions)} that may"
         )
         for found in self.different_tokens[:4]:
             kind = "within the error" if found.margin <= 2 * self.bound else "BEYOND THE ERROR"
@@ -155,7 +162,7 @@ def compare_with_transformers(
     if wide is not None:
         gaps = torch.cat([(a.chosen - b.chosen).abs() for a, b in zip(plain, wide, strict=True)])
         error, median = (max(float(value), _FLOOR[info.dtype]) for value in (gaps.max(), gaps.median()))
-    return _report(chosen, outputs, plain, error=error, median_error=median, note=note)
+    return _report(chosen, outputs, plain, dtype=info.dtype, error=error, median_error=median, note=note)
 
 
 def _report(
@@ -163,6 +170,7 @@ def _report(
     outputs: Mapping[int, Output],
     scores: Sequence[_Scores],
     *,
+    dtype: str,
     error: float,
     median_error: float,
     note: str,
@@ -201,6 +209,8 @@ def _report(
         arithmetic_error=error,
         median_error=median_error,
         different_tokens=tuple(differences),
+        num_outliers=int((all_gaps > FACTOR * error).sum()),
+        outlier_share=_OUTLIERS[dtype],
         note=note,
     )
 
