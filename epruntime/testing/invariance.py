@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from epruntime import LLM, SamplingParams
@@ -192,7 +191,7 @@ def happened(info: Mapping[str, Any]) -> dict[str, float]:
         "rows_per_step": tokens per step that was not empty, of the busiest rank; "more_rounds": exchange rounds beyond
         one per layer and step; "pairs" and "replica_pairs": (token, expert) pairs computed, and those of them computed
         by a replica; "experts_at_work": experts that a token chose, of the layer with most of them; "threads": compute
-        threads of each rank, the least; "os_threads": threads of the first rank's process, where /proc tells.
+        threads of each rank, the least.
     """
     ranks, engine = info["ranks"], info["engine"]
     names = [name for name, value in ranks[0]["scheduler"].items() if isinstance(value, int)]
@@ -213,6 +212,5 @@ def happened(info: Mapping[str, Any]) -> dict[str, float]:
         "pairs": sum(layer["pairs_received"] for layer in layers),
         "replica_pairs": sum(layer["replica_pairs"] for layer in layers),
         "threads": min(rank["threads"] for rank in ranks),
-        "os_threads": len(list(Path(f"/proc/{ranks[0]['pid']}/task").glob("*"))),
         "experts_at_work": max(sum(count > 0 for count in counts) for counts in chosen),
     }
