@@ -218,9 +218,9 @@ def test_bf16_is_as_near_as_eager_bf16(model_type: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, dtype="auto", moe=local_runtime())
     assert model.info.dtype == "bfloat16"
     if not _runs_as_loaded(tmp_path):
-    # three seeds: a router that flips moves one's median
         pytest.skip(f"transformers {transformers.__version__} cannot run the bf16 checkpoint that it has saved")
-    found = [compare(reference, model, seed=seed, strict=True) for seed in (1, 2, 3)]  # a router that flips moves one's median
+    # three seeds: a router that flips moves one's median
+    found = [compare(reference, model, seed=seed, strict=True) for seed in (1, 2, 3)]
     assert tuple(model.forward(ForwardBatch.idle()).shape) == (0, model.info.vocab_size)
     error, eager = (sum(getattr(c, name) for c in found) for name in ("median_error", "median_eager_error"))
     assert error <= 1.5 * eager + 1e-3 * found[0].largest_logit, found
