@@ -84,7 +84,7 @@ COVERED: dict[str, frozenset[str]] = {
     "longcat_flash": frozenset({"latent"}),
     "mellum": frozenset({"dense", "window"}),
     "mimo_v2_flash": frozenset({"dense", "sinks", "window"}),
-    "minimax": frozenset(),
+    "minimax": frozenset({"window"}),
     "minimax_m2": frozenset(),
     "minimax_m3_vl_text": frozenset({"dense"}),
     "mixtral": frozenset({"window"}),

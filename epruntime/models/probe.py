@@ -235,6 +235,12 @@ def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
         UnsupportedModelError: it is none of the three, judged at positions around every boundary.
     """
 
+    if not sees(0, 0):
+        raise UnsupportedModelError(
+            "the attention mask is neither full, nor a window, nor chunks: a token does not see its own key (a "
+            "sliding_window of 0 hides every key; null stands for no window)"
+        )
+
     def first_seen(q: int) -> int:
         low, high = 0, q
         while low < high:

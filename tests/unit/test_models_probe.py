@@ -29,6 +29,7 @@ def test_full_causal() -> None:
     [
         lambda q, k: True,  # not causal
         lambda q, k: k < q,  # not itself
+        lambda q, k: q - k < 0 and k <= q,  # a window of 0
         lambda q, k: k <= q and (k < 4 or k > q - 8),  # a window with sinks kept in the cache
         lambda q, k: k <= q and (q - k) % 2 == 0,  # dilated
         lambda q, k: k <= q and k >= q // 8 * 8 - 4,  # overlapping chunks
