@@ -70,7 +70,7 @@ def test_ray(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
             _check(cases, ranks)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_torchrun(threads: int, cases: Cases) -> None:
     program = str(Path(invariance_program.__file__))
     options = json.dumps({"launcher": "torchrun", "expert_parallel_size": 2, "threads_per_rank": threads})

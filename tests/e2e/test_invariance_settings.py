@@ -28,6 +28,11 @@ ALONE = Setting(
 DTYPES = ("float32", "bfloat16")
 
 
+def full(*values: Any) -> Any:
+    """A case of `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.fixture(scope="module", params=DTYPES)
 def odd(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Run]:
     """A model of odd dimensions, with attention windows and sinks; its dtype; and each request alone."""
@@ -47,7 +52,8 @@ def _same(case: tuple[str, str, Run], ranks: Ranks, setting: Setting) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sequences"), [(1, 1), (2, 2), (3, 1), (5, 4), (12, 12), (31, 7), (33, 9), (64, 16), (97, 3)]
+    ("tokens", "sequences"),
+    [(1, 1), (5, 4), (33, 9), *(full(*case) for case in ((2, 2), (3, 1), (12, 12), (31, 7), (64, 16), (97, 3)))],
 )
 def test_any_budget_of_tokens_and_sequences(
     tokens: int, sequences: int, odd: tuple[str, str, Run], ranks: Ranks
@@ -59,8 +65,7 @@ def test_any_budget_of_tokens_and_sequences(
     assert found.happened["rows_per_step"] <= tokens
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 97])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("block_size", "depth"), [(1, 2), (97, 1), full(1, 1), full(3, 1), full(3, 2), full(97, 2)])
 def test_any_block_size_and_pipeline_depth(
     block_size: int, depth: int, odd: tuple[str, str, Run], ranks: Ranks
 ) -> None:
@@ -99,17 +104,29 @@ def test_any_transport(odd: tuple[str, str, Run], ranks: Ranks) -> None:
         assert llm.info()["engine"]["transport"] == "gloo"
 
 
-@pytest.mark.parametrize("redundant", [0, 2, 9])
-@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize(
+    ("placement", "redundant"),
+    [("round_robin", 2), *(full("linear", n) for n in (0, 2, 9)), *(full("round_robin", n) for n in (0, 9))],
+)
 def test_any_placement(placement: str, redundant: int, odd: tuple[str, str, Run], ranks: Ranks) -> None:
     options = {"expert_placement": placement, "num_redundant_experts": redundant, "num_kv_blocks": 64}
     must = {"replica_pairs": 20} if redundant else {}
     _same(odd, ranks, Setting(name=placement, size=3, options=options, must=must))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "top_k", "dtype"),
+    [
+        ("mixtral", 1, "float32"),
+        ("deepseek_v3", 3, "bfloat16"),
+        full("mixtral", 1, "bfloat16"),
+        full("mixtral", 3, "float32"),
+        full("mixtral", 3, "bfloat16"),
+        full("deepseek_v3", 1, "float32"),
+        full("deepseek_v3", 1, "bfloat16"),
+        full("deepseek_v3", 3, "float32"),
+    ],
+)
 def test_fewer_experts_than_ranks(model_type: str, top_k: int, dtype: str, ranks: Ranks, tmp_path: Path) -> None:
     """Three experts, of which a token takes one or all; the fourth rank has none."""
     shape = odd_shape(model_type, num_experts=3, top_k=top_k)
