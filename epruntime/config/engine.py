@@ -88,7 +88,8 @@ class ParallelConfig:
     expert_parallel_size: int = option(1, "number of ranks; each owns a shard of every layer's experts")
     expert_placement: str = option(
         "linear",
-        "which rank owns which experts of a layer; linear: contiguous blocks; round_robin: expert e on rank e mod ranks",
+        "which rank owns which experts of a layer; linear: contiguous blocks; round_robin: expert e on rank e mod "
+        "ranks",
         choices=("linear", "round_robin"),
     )
     num_redundant_experts: int = option(

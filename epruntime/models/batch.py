@@ -25,7 +25,7 @@ class ForwardBatch:
         seq_lens_S: int32 [S], tokens in the KV cache once this step's are written.
         block_tables_SB: int32 [S, B], KV block ids in position order; entries past a sequence's length
             are never read.
-        logits_rows_N: int64 [N], rows whose logits are wanted; may repeat, may be padded by the caller.
+        logits_rows_N: int64 [N], rows whose logits are wanted; may repeat.
         rope_lens_S: int32 [S], length by which a sequence's rotary frequencies are chosen, in tokens; the row at
             position p takes max(rope_lens[s], p + 1). None will do for models whose frequencies do not depend on it.
         num_tokens: valid leading rows. An idle rank passes 0 with T=1, S=0, N=0.

@@ -1,4 +1,4 @@
-"""Argument checks of the plain-torch path; the C++ binding makes the same ones (`csrc/bindings.cpp`)."""
+"""Argument checks of the plain-torch path; the C++ binding makes the same ones (`csrc/bindings.cpp`, `csrc/gemm_binding.cpp`)."""
 
 from __future__ import annotations
 

@@ -66,6 +66,8 @@ def elementwise(out_op: Op) -> Op:
 
     def replacement(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         x = _floating(x)
+        if x.dim() == 0:  # no row of a batch: as torch computes it
+            return out_op(x, *args, **kwargs, out=torch.empty_like(x))
         n = x.numel()
         size = padded_elements(n, torch.get_num_threads())
         if size == n and x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
@@ -112,6 +114,8 @@ def pow_scalar(base: Any, exponent: torch.Tensor) -> torch.Tensor:
 def pow_tensor_tensor(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     dtype = torch.result_type(x, exponent)
     x, exponent = torch.broadcast_tensors(x.to(dtype), exponent.to(dtype))
+    if x.dim() == 0:
+        return _aten.pow.Tensor_Tensor_out(x, exponent, out=torch.empty_like(x))
     size = padded_elements(x.numel(), torch.get_num_threads())
     bases, exponents = _flat(x, size), _flat(exponent, size)
     return _aten.pow.Tensor_Tensor_out(bases, exponents, out=torch.empty_like(bases))[: x.numel()].view(x.shape)
@@ -149,7 +153,8 @@ def _reduced_last(x: torch.Tensor, dims: Sequence[int] | None) -> tuple[torch.Te
     reduced = sorted(d % x.dim() for d in dims) if dims else list(range(x.dim()))
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
-    rows = x.permute(*kept, *reduced).reshape(*(x.shape[d] for d in kept), -1).contiguous()
+    length = math.prod(x.shape[d] for d in reduced)  # said, since it cannot be inferred where x is empty
+    rows = x.permute([*kept, *reduced]).reshape(*(x.shape[d] for d in kept), length).contiguous()
     return rows, shape
 
 
@@ -158,8 +163,9 @@ def _reduce(
 ) -> torch.Tensor:
     """A reduction by its `.out` overload: `out_op(x, *before, dims, keepdim, dtype=, out=)`."""
     dims = [dims] if isinstance(dims, int) else dims
-    exact = not (x.is_floating_point() or x.is_complex())
-    out = torch.empty(0, dtype=dtype or (torch.int64 if exact else x.dtype))
+    # integers, and a single number, have the same sum in any order
+    exact = not (x.is_floating_point() or x.is_complex()) or x.dim() == 0
+    out = torch.empty(0, dtype=dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64))
     # One row of so many elements would be shared out among threads:
     whole = x.numel() >= GRAINS[1]
     if exact or (x.is_contiguous() and not whole and dims and len(dims) == 1 and dims[0] in (-1, x.dim() - 1)):

@@ -99,7 +99,8 @@ class Setting:
 def baseline(setting: Setting) -> RunSettings:
     """Every request alone, its prompt in one piece."""
     scheduler = setting.config.scheduler
-    tokens = max(scheduler.max_num_batched_tokens, setting.shape.longest_prompt)  # in one piece
+    # in one piece, also where a history is computed anew when it passes the length of short sequences
+    tokens = max(scheduler.max_num_batched_tokens, setting.shape.max_model_len)
     return RunSettings(
         waves=tuple((submission,) for submission in setting.submissions()),
         scheduler=replace(scheduler, max_num_batched_tokens=tokens),

@@ -187,7 +187,8 @@ class _Verification:
         changed = {**parallel, "batch_dependent": True} if batch_dependent else parallel
         self._say("loading" + (f" with {', '.join(f'{k}={v}' for k, v in changed.items())}" if changed else ""))
         scheduler = self._config.scheduler
-        most = max(scheduler.max_num_batched_tokens, ROWS * self._shape.longest_prompt)  # of any run
+        shape = self._shape
+        most = max(scheduler.max_num_batched_tokens, ROWS * shape.longest_prompt, shape.max_model_len)  # of any run
         config = replace(
             self._config,
             parallel=replace(self._config.parallel, **parallel),
@@ -212,7 +213,9 @@ class _Verification:
             requests=self._requests, threads=setting.threads, sizes=setting.sizes,
         )  # fmt: skip
         num_tokens, failed = self._shape.max_tokens, [o for o in run.outputs if o.error]
-        whole = not run.counters["chunks"] and not run.counters["preemptions"]
+        # a sequence that passes the length of short ones leaves its rank to be computed anew: that is no company's doing
+        alone = self._info.rope.recompute or not run.counters["preemptions"]
+        whole = not run.counters["chunks"] and alone
         report = CaseReport(
             name="alone",
             varied="every request alone, its prompt in one piece",

@@ -23,6 +23,7 @@ from epruntime.engine.scheduler import GroupScheduler
 from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import EngineDeadError
 from epruntime.launchers.pool import RankPool
+from epruntime.models.info import RopeLengths
 from epruntime.plan import FINISH_ERROR, FINISH_NONE
 from epruntime.sampling_params import SamplingParams
 from epruntime.verify.outputs import Output
@@ -231,6 +232,7 @@ class Session:
             num_kv_blocks=min(blocks, settings.num_kv_blocks or blocks),
             prefix_caching=settings.prefix_caching,
             max_model_len=self.group.max_model_len,
+            rope=RopeLengths(**self.group.info["rope"]),
             generation=self.group.generation,
         )
 

@@ -234,6 +234,18 @@ def test_what_torch_itself_does_is_caught() -> None:
         check(case, torch.float32, [(1, 33, range(1, 20), True)])
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "vector_norm"])
+def test_reductions_of_nothing_and_of_one_number(name: str, installed: None) -> None:
+    """A rank may have no row; values from arithmetic on paper."""
+    op = torch.linalg.vector_norm if name == "vector_norm" else getattr(torch, name)
+    assert op(torch.empty(0, 5, 8), dim=1).shape == (0, 8)
+    assert op(torch.empty(0, 5), dim=-1, keepdim=True).shape == (0, 1)
+    assert op(torch.empty(0, 5, 8), dim=(0, 1)).shape == (8,)
+    assert op(torch.tensor(2.0), dim=-1).item() == 2.0
+    if name == "sum":
+        assert torch.equal(op(torch.empty(0, 5), dim=0), torch.zeros(5))
+
+
 def test_other_dtypes_and_devices() -> None:
     x = torch.arange(-6, 6).view(3, 4)
     cpu = [lambda y: torch.exp(y), lambda y: y.double() @ y.double().t(), lambda y: y @ y.t(), lambda y: y.sum(-1)]

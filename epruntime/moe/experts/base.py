@@ -33,6 +33,7 @@ class GroupedRows:
 
 
 def group_rows(rows: ExpertRows, num_slots: int) -> GroupedRows:
+    """Groups the pairs (row, slot >= 0) of received rows by slot; within a slot they keep their order."""
     num_choices = rows.slots_NK.shape[1]
     slot_F = rows.slots_NK.reshape(-1).long()
     pair_M = (slot_F >= 0).nonzero().squeeze(1)
@@ -48,8 +49,8 @@ def group_rows(rows: ExpertRows, num_slots: int) -> GroupedRows:
     )
 
 
-def unfit_weights(weights: ExpertWeights) -> Support:
-    """No if the dtype is none that `ops.gemm` multiplies."""
+def dtype_support(weights: ExpertWeights) -> Support:
+    """Whether `ops.gemm` multiplies weights of this dtype."""
     for label, tensor in (("up", weights.up_SIH), ("down", weights.down_SHI)):
         if tensor.dtype not in FLOATS:
             return Support(ok=False, reason=f"{label} weights are {tensor.dtype}, not torch.float32 or torch.bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from epruntime.comm.transport import Support
-from epruntime.moe.experts.base import ExpertsBackend, unfit_weights
+from epruntime.moe.experts.base import ExpertsBackend, dtype_support
 from epruntime.moe.types import ExpertWeights
 from epruntime.ops.extension import load, why_absent
 from epruntime.ops.gemm import grouped_matmul
@@ -20,7 +20,7 @@ class NativeExperts(ExpertsBackend):
             return Support(ok=False, reason=f"the C++ kernels are absent: {why_absent()}")
         if (device := weights.up_SIH.device.type) != "cpu":
             return Support(ok=False, reason=f"weights are on {device}, not on cpu")
-        return unfit_weights(weights)
+        return dtype_support(weights)
 
     def linear(self, x_MI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
         return grouped_matmul(x_MI, matrix_SIO, ends_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from epruntime.comm.transport import Support
-from epruntime.moe.experts.base import ExpertsBackend, unfit_weights
+from epruntime.moe.experts.base import ExpertsBackend, dtype_support
 from epruntime.moe.types import ExpertWeights
 from epruntime.ops.gemm import matmul
 
@@ -15,7 +15,7 @@ class ReferenceExperts(ExpertsBackend):
 
     @classmethod
     def supports(cls, weights: ExpertWeights, *, strict: bool) -> Support:
-        return unfit_weights(weights)
+        return dtype_support(weights)
 
     def linear(self, x_MI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
         out_MO = torch.empty(x_MI.shape[0], matrix_SIO.shape[2], dtype=x_MI.dtype, device=x_MI.device)
