@@ -174,12 +174,10 @@ def compare(
     schedule: Sequence[Sequence[tuple[str, int]]] = SCHEDULE,
     num_blocks: int = 48,
     block_size: int = 4,
-    strict: bool = False,
 ) -> Comparison:
     """Runs the schedule on `model` and measures it, and eager transformers, against eager transformers in fp64.
 
-    Args:
-        strict: the model runs on row-independent ops, as a strict rank has them; transformers always on torch's own.
+    The model runs on row-independent ops, as a strict rank has them; transformers on torch's own.
     """
     sequences = sequences_for(model.info.vocab_size, schedule, seed=seed)
     exact = reference_logits(reference, sequences, torch.float64)
@@ -189,8 +187,7 @@ def compare(
     done: Counter[str] = Counter()
     errors, eager_errors = [], []
     for items in schedule:
-        if strict:
-            batch_invariant.install(complex_products=True)
+        batch_invariant.install(complex_products=True)
         try:
             found = driver.step([(name, sequences[name][done[name] : done[name] + n]) for name, n in items])
         finally:

@@ -194,7 +194,7 @@ def test_equals_transformers_fp32(model_type: str, overrides: dict[str, Any], tm
     _, reference = tiny_models.build(model_type, **_case(model_type, overrides))
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="float32", moe=local_runtime())
-    found = compare(reference, model, strict=True)
+    found = compare(reference, model)
     bound = TIMES_EAGER * found.eager_error + SHARE * found.largest_logit
     assert found.error <= bound, found
     assert found.largest_logit > 0.5, "logits too flat to prove anything"
@@ -220,7 +220,7 @@ def test_bf16_is_as_near_as_eager_bf16(model_type: str, tmp_path: Path) -> None:
     if not _runs_as_loaded(tmp_path):
         pytest.skip(f"transformers {transformers.__version__} cannot run the bf16 checkpoint that it has saved")
     # three seeds: a router that flips moves one's median
-    found = [compare(reference, model, seed=seed, strict=True) for seed in (1, 2, 3)]
+    found = [compare(reference, model, seed=seed) for seed in (1, 2, 3)]
     assert tuple(model.forward(ForwardBatch.idle()).shape) == (0, model.info.vocab_size)
     error, eager = (sum(getattr(c, name) for c in found) for name in ("median_error", "median_eager_error"))
     assert error <= 1.5 * eager + 1e-3 * found[0].largest_logit, found
