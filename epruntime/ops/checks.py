@@ -1,4 +1,4 @@
-"""Argument checks of the plain-torch path; the C++ binding makes the same ones (`csrc/bindings.cpp`, `csrc/gemm_binding.cpp`)."""
+"""Argument checks of the plain-torch path; the C++ bindings (`csrc/*bind*`) make the same ones."""
 
 from __future__ import annotations
 

@@ -134,16 +134,18 @@ class _Verification:
     async def run(self, pool: RankPool) -> None:
         """Everything that needs ranks."""
         pool.heartbeat_timeout_s = heartbeat_timeout_s(self._config.parallel)
-        size = self._config.parallel.expert_parallel_size
-        if size > len(pool.ranks):
-            raise ConfigError(f"expert_parallel_size={size}, but the pool has {counted(len(pool.ranks), 'rank')}")
+        if self.num_ranks > len(pool.ranks):
+            raise ConfigError(
+                f"expert-parallel size {self.num_ranks} is to be run, but the pool has "
+                f"{counted(len(pool.ranks), 'rank')}: give more ranks, or smaller expert_parallel_sizes"
+            )
         threads = self._config.parallel.threads_per_rank or pool.ranks[0].seat.threads
         setting = Setting(
             config=self._config,
             info=self._info,
             shape=self._shape,
             requests=self._requests,
-            sizes=tuple(size for size in self._sizes if size <= len(pool.ranks)),
+            sizes=self._sizes,
             threads=threads,
         )
         made = make_cases(setting, self._options.case_names())
@@ -213,7 +215,7 @@ class _Verification:
             requests=self._requests, threads=setting.threads, sizes=setting.sizes,
         )  # fmt: skip
         num_tokens, failed = self._shape.max_tokens, [o for o in run.outputs if o.error]
-        # a sequence that passes the length of short ones leaves its rank to be computed anew: that is no company's doing
+        # where a model wants it, a sequence that passes a length leaves its rank to be computed anew, also alone
         alone = self._info.rope.recompute or not run.counters["preemptions"]
         whole = not run.counters["chunks"] and alone
         report = CaseReport(

@@ -6,23 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from dataclasses import replace
 
 import pytest
 from deaths import until
 from leftovers import Leftovers, is_alive
+from local_pool import ENTRY, nothing_left, run  # noqa: F401  a fixture of this module
 
 from epruntime.comm.control import ControlClient, RankBootstrap
 from epruntime.errors import EngineDeadError, HandshakeError, LaunchError, RankLostError
 from epruntime.launchers.local import LocalLauncher
 from epruntime.launchers.pool import RankPool
-from epruntime.launchers.store import host_store
 from epruntime.testing.echo_rank import ABSENT_VARIABLE
 from epruntime.testing.patience import PATIENCE_S, soon
-
-ENTRY = "epruntime.testing.echo_rank"
 
 
 class Recorder(LocalLauncher):
@@ -44,20 +41,6 @@ async def pool_of(num_ranks: int = 2, **options):
         yield pool
     finally:
         await pool.stop()
-
-
-def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 240))
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("t")))
-    monkeypatch.setenv("TMPDIR", tempfile.tempdir)
-    host_store("127.0.0.1")  # what a first use opens for good is no leak
-    before = Leftovers.now()
-    yield
-    assert before.grown_by() == {}
 
 
 def test_a_lost_slot_is_filled_again_and_again():
