@@ -3,7 +3,7 @@
     python benchmarks/bench_dispatch.py --out benchmarks/results/dispatch.md
 
 "exchange" is a layer whose experts return zeros at once: planning, packing, the wire, unpacking, combine. "grouping" is
-sorting the received rows by expert and padding, on top of it. "experts" is the whole layer with the library backend.
+sorting the received rows by expert, on top of it. "experts" is the whole layer with the backend that strict ranks use.
 Each figure is the mean of the fastest of `--repeats` batches of calls: other work on the machine only adds to it. With
 several ranks it is the slowest rank's.
 """
@@ -44,15 +44,15 @@ class NoExperts(ExpertsBackend):
         self._grouping = grouping
 
     @classmethod
-    def supports(cls, weights: ExpertWeights) -> Support:
+    def supports(cls, weights: ExpertWeights, *, strict: bool) -> Support:
         return Support(ok=True)
 
-    def linear(self, x_PI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+    def linear(self, x_MI: torch.Tensor, matrix_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
         raise AssertionError("never called")
 
-    def forward(self, rows: ExpertRows, weights: ExpertWeights, *, strict: bool) -> torch.Tensor:
+    def forward(self, rows: ExpertRows, weights: ExpertWeights) -> torch.Tensor:
         if self._grouping:
-            group_rows(rows, weights, strict=strict)
+            group_rows(rows, weights.num_slots)
         return rows.x_NH.new_zeros((int((rows.slots_NK >= 0).sum()), rows.x_NH.shape[1]))
 
 

@@ -2,7 +2,7 @@
 
 Each case makes a tiny random model, runs requests of mixed parameters each alone on one rank, and then the same in
 other company, on 1 to 4 ranks, with one compute thread or two. `make test` runs a case of each group of families,
-`make test-all` every type in fp32 and bf16, with round dimensions and with odd ones.
+`make test-all` every type in fp32 and bf16, half of these with round dimensions and half with odd ones.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ SETTINGS = (
         must={"ranks_at_work": 4},
     ),
 )
+DTYPES, SHAPES = ("float32", "bfloat16"), ("round", "odd")
 #: (type, dtype, dimensions): what `make test` runs; the rest is marked `full`.
 SLICE = {
     ("mixtral", "float32", "odd"),
@@ -85,13 +86,16 @@ SLICE = {
     ("deepseek_v4", "bfloat16", "round"),
     ("qwen3_next", "float32", "odd"),
 }
+#: Every type in fp32 and bf16, one of the two with round dimensions and the other with odd ones, in turn.
 CASES = [
     pytest.param(*case, id="-".join(case), marks=() if case in SLICE else pytest.mark.full)
-    for case in (
-        (model_type, dtype, shape)
-        for model_type in available(COVERED)
-        for dtype in ("float32", "bfloat16")
-        for shape in ("round", "odd")
+    for case in sorted(
+        SLICE.intersection((t, d, s) for t in available(COVERED) for d in DTYPES for s in SHAPES)
+        | {
+            (model_type, dtype, SHAPES[(i + j) % 2])
+            for i, model_type in enumerate(sorted(available(COVERED)))
+            for j, dtype in enumerate(DTYPES)
+        }
     )
 ]
 

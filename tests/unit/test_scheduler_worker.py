@@ -43,9 +43,7 @@ def test_input_batch_reads_every_plan_as_the_scheduler_means_it(depth):
         num_blocks = rng.randint(3, 12)
         sim = SchedulerSim(depth=depth, num_kv_blocks=num_blocks, max_num_seqs=seqs, **sizes)
         rank = RankWithInputBatch(num_blocks=num_blocks, max_num_seqs=seqs, vocab_size=VOCAB_SIZE, **sizes)
-        rank.inputs = InputBatch(
-            num_kv_blocks=num_blocks, max_model_len=1000, vocab_size=VOCAB_SIZE, **sizes
-        )
+        rank.inputs = InputBatch(num_kv_blocks=num_blocks, max_model_len=1000, vocab_size=VOCAB_SIZE, **sizes)
         sim.ranks[0] = rank
         room = sim.schedulers[0].max_request_tokens
         for _ in range(60):
