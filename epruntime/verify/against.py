@@ -1,10 +1,12 @@
 """What transformers itself computes for the same tokens, in this process: the whole model, one request at a time.
 
-greedy outputs of the baseline -> `generate` in the model's dtype, made to give these outputs -> the same in a wider one
--> differences of log-probabilities, tokens that are not transformers' own, and whether arithmetic explains them
+greedy outputs of the baseline -> `generate` in the model's dtype, made to give these outputs -> the referee: the same
+model in a wider dtype -> how far epruntime, and how far transformers, lie from the referee
 
-Bits are not expected to be equal: transformers adds in another order. How far two orders of one dtype may lie apart is
-measured on the model itself: it is as far as transformers lies from its own result in the wider dtype.
+Bits are not expected to be equal: transformers adds in another order. In bfloat16 a router between two experts that
+are nearly as good is turned over by rounding now and then, in both, at different tokens: there they lie far from each
+other and one of them lies far from the referee. So it is not their distance that is judged, but whether epruntime is
+about as near to the referee as transformers is.
 """
 
 from __future__ import annotations
@@ -25,27 +27,35 @@ from epruntime.models import adapter
 from epruntime.models.info import ModelInfo
 from epruntime.models.rope import recomputed_beyond
 from epruntime.verify.outputs import Output
+from epruntime.verify.referee import extra_bytes, widened
 from epruntime.verify.requests import VerifyRequest
 from epruntime.worker.memory import free_memory_bytes
 
-#: how many times transformers' own error epruntime may lie from transformers: both err, and not on the same tokens.
-FACTOR = 4.0
+#: how many times as far from the referee as transformers epruntime may lie, quantile by quantile.
+FACTOR = 2.0
+#: the same for the largest error of all, in float32: one position says little about the next one.
+FACTOR_LARGEST = 4.0
+#: quantiles that are compared, where there are enough positions for it.
+QUANTILES = (0.5, 0.75, 0.9)
+#: a quantile is compared with transformers' own at a share of positions that is higher by this over sqrt(positions):
+#: both are samples, of few positions.
+_SLACK = 1.5
 #: errors below these are taken to be these: few tokens may show none by luck.
 _FLOOR = {"float32": 2e-5, "bfloat16": 1e-2}
-#: taken where the wider run is impossible.
+#: taken for transformers' own error where there is no referee.
 _FIXED = {"float32": 5e-4, "bfloat16": 0.2}
-#: part of the positions that may lie beyond: in bfloat16 rounding makes a router choose another expert now and then.
-_OUTLIERS = {"float32": 0.0, "bfloat16": 0.1}
+#: dtypes in which rounding turns no router over in practice, so that the largest error is bounded, too.
+_FINE = ("float32",)
 _WIDER = {"float32": torch.float64, "bfloat16": torch.float32}
 _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDifference:
-    """An output token that is not transformers' most likely one after the same tokens.
+    """An output token that is not the referee's most likely one after the same tokens.
 
     Attributes:
-        position: in the output. margin: by how much transformers finds its own token more likely (natural log).
+        position: in the output. margin: by how much the referee finds its own token more likely (natural log).
     """
 
     request: int
@@ -56,79 +66,106 @@ class TokenDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ErrorQuantile:
+    """`share` of epruntime's errors are at most `error`; of transformers' own, somewhat more than that at most
+    `own_error`."""
+
+    share: float
+    error: float
+    own_error: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= FACTOR * self.own_error  # not for NaN
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgainstReport:
     """All numbers are natural logarithms of probabilities.
 
+    An error is the distance from the referee of the log-probability of the token at a position; where an output token
+    is not the referee's, at least half of what the referee finds its own more likely by: two log-probabilities had to
+    be wrong by as much together.
+
     Attributes:
+        referee: dtype in which transformers was run to know better; "" if it could not be: then `note` says why, errors
+            are distances from transformers in the model's dtype, and its own are fixed values.
         num_tokens: output tokens compared; num_positions: log-probabilities compared, those of prompts included.
-        num_same_bits: of them, equal bit for bit as float32.
-        largest_difference, median_difference: between epruntime's and transformers' log-probability of a token.
-        arithmetic_error, median_error: the same between transformers in the model's dtype and in the wider one. Where
-            rounding makes a router choose another expert a token may lie far off; the medians see what all have.
-        num_outliers: positions that differ by more than `bound`; outlier_share: part of them that may.
-        note: how that was found, if not by running it.
+        num_same_bits: of them, equal bit for bit as float32 to transformers in the model's dtype.
+        largest_difference, median_difference: between epruntime and transformers in the model's dtype.
+        quantiles: of the errors. largest_error, largest_own_error: the largest, of epruntime and of transformers.
+        limits_largest: the largest is judged, too.
+        different_tokens: those of epruntime; num_own_different: of the same positions, how many transformers in the
+            model's dtype has otherwise than the referee.
     """
 
+    referee: str
     num_requests: int
     num_tokens: int
     num_positions: int
     num_same_bits: int
     largest_difference: float
     median_difference: float
-    arithmetic_error: float
-    median_error: float
-    different_tokens: tuple[TokenDifference, ...]
-    num_outliers: int = 0
-    outlier_share: float = 0.0
+    quantiles: tuple[ErrorQuantile, ...]
+    largest_error: float
+    largest_own_error: float
+    limits_largest: bool
+    different_tokens: tuple[TokenDifference, ...] = ()
+    num_own_different: int = 0
     note: str = ""
 
     @property
-    def bound(self) -> float:
-        """Most that log-probabilities may differ by; a token may be another one up to a margin of twice it."""
-        return FACTOR * self.arithmetic_error
-
-    @property
-    def num_beyond(self) -> int:
-        """Tokens that differ by more than arithmetic explains."""
-        return sum(not found.margin <= 2 * self.bound for found in self.different_tokens)
+    def largest_ok(self) -> bool:
+        return not self.limits_largest or self.largest_error <= FACTOR_LARGEST * self.largest_own_error
 
     @property
     def ok(self) -> bool:
-        medians = self.median_difference <= FACTOR * self.median_error
-        few = self.num_outliers <= self.outlier_share * self.num_positions
-        return medians and few and self.num_beyond <= self.outlier_share * self.num_tokens
+        return self.largest_ok and all(quantile.ok for quantile in self.quantiles)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bound": self.bound, "num_beyond": self.num_beyond, "ok": self.ok}
+        return {**asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
-        same = self.num_tokens - len(self.different_tokens)
+        same, own = self.num_tokens - len(self.different_tokens), self.num_tokens - self.num_own_different
+        judge = f"transformers in {self.referee}" if self.referee else "transformers"
         words = (
-            f"against transformers: {'ok' if self.ok else 'FAILED'}; {same} of {self.num_tokens} greedy tokens are its "
-            f"own; over {self.num_positions} positions ({self.num_same_bits} have the same bits) log-probabilities "
-            f"differ by {self.median_difference:.2g} in the median and {self.largest_difference:.2g} at most; "
-            f"arithmetic explains {FACTOR:g} times {self.median_error:.2g} and {FACTOR:g} times "
-            f"{self.arithmetic_error:.2g} ({self.note or 'its own distance from the wider dtype'}), and "
-            f"{self.num_outliers} positions lie beyond, of {int(self.outlier_share * self.num_positions)} that may"
+            f"against transformers: {'ok' if self.ok else 'FAILED'}; over {self.num_positions} positions "
+            f"({self.num_same_bits} have the same bits) log-probabilities differ by {self.median_difference:.2g} in "
+            f"the median and {self.largest_difference:.2g} at most; {same} of {self.num_tokens} greedy tokens are "
+            f"those of {judge}"
         )
+        if self.referee:
+            words += f", of its own in the model's dtype {own}; distance from {judge}, and its own: "
+        else:
+            words += f"; {self.note}: distance, and a fixed value: "
+        parts = [f"{q.share:.0%} within {q.error:.2g}, {q.own_error:.2g}{_beyond(q.ok)}" for q in self.quantiles]
+        parts.append(
+            f"at most {self.largest_error:.2g}, {self.largest_own_error:.2g}"
+            + (_beyond(self.largest_ok) if self.limits_largest else " (not judged: rounding may turn a router over)")
+        )
+        words += "; ".join(parts)
         for found in self.different_tokens[:4]:
-            kind = "within the error" if found.margin <= 2 * self.bound else "BEYOND THE ERROR"
             likely = f"more likely by {found.margin:.2g}" if found.margin else "as likely"
             words += (
-                f"; request {found.request}, output position {found.position}: token {found.token} where transformers "
-                f"has {found.expected_token}, {likely}: {kind}"
+                f"; request {found.request}, output position {found.position}: token {found.token} where {judge} has "
+                f"{found.expected_token}, {likely}"
             )
         return words
+
+
+def _beyond(ok: bool) -> str:
+    return "" if ok else " TOO FAR"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scores:
     """Of some positions of one request: log-probabilities of the tokens that are there, the most likely tokens, and
-    theirs."""
+    theirs; and those of other tokens that were asked for."""
 
     chosen: torch.Tensor
     best: torch.Tensor
     best_value: torch.Tensor
+    asked: torch.Tensor | None = None
 
 
 def compare_with_transformers(
@@ -149,69 +186,93 @@ def compare_with_transformers(
     chosen = [request for request in chosen if request.spec.repetition_penalty == 1.0]
     if not chosen:
         raise ConfigError("against transformers: no greedy request has ended well; raise num_prompts")
-    _check_memory(info, info.dtype_bytes, "--against transformers")
+    _check_memory(info.num_parameters * info.dtype_bytes, "--against transformers needs the whole model")
     dtype = getattr(torch, info.dtype)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # it explains generation settings that are not used
     model = AutoModelForCausalLM.from_pretrained(path, config=adapter.read_config(Path(path)), dtype=dtype).eval()
     plain = [_scores(model, request, outputs[request.index]) for request in chosen]
-    wide, note = _wide_scores(model, info, chosen, outputs, say)
+    wide, note = _wide_scores(model, info, chosen, outputs, plain, say)
     del model
     gc.collect()
-    error = median = _FIXED[info.dtype]
-    if wide is not None:
-        gaps = torch.cat([(a.chosen - b.chosen).abs() for a, b in zip(plain, wide, strict=True)])
-        error, median = (max(float(value), _FLOOR[info.dtype]) for value in (gaps.max(), gaps.median()))
-    return _report(chosen, outputs, plain, dtype=info.dtype, error=error, median_error=median, note=note)
+    return _report(chosen, outputs, plain, wide, dtype=info.dtype, note=note)
 
 
 def _report(
     requests: Sequence[VerifyRequest],
     outputs: Mapping[int, Output],
-    scores: Sequence[_Scores],
+    plain: Sequence[_Scores],
+    wide: Sequence[_Scores] | None,
     *,
     dtype: str,
-    error: float,
-    median_error: float,
     note: str,
 ) -> AgainstReport:
     differences: list[TokenDifference] = []
-    gaps: list[torch.Tensor] = []
-    num_same = num_tokens = 0
-    for request, score in zip(requests, scores, strict=True):
+    gaps, errors, own_errors = [], [], []
+    num_same = num_tokens = num_own_different = 0
+    for request, theirs, judge in zip(requests, plain, wide or plain, strict=True):
         output, prompt = outputs[request.index], len(request.token_ids)
         ours = [entry.chosen for entry in (*(output.prompt_logprobs or ()), *output.logprobs)]
         # a request without log-probabilities of its prompt is compared from its first output token on
         first = 0 if output.prompt_logprobs is not None else prompt - 1
-        theirs = score.chosen[first:]
         ours_P = torch.tensor(ours, dtype=torch.float64)
-        gaps.append((ours_P - theirs).abs())
-        num_same += int((ours_P.float() == theirs.float()).sum())
+        gaps.append((ours_P - theirs.chosen[first:]).abs())
+        num_same += int((ours_P.float() == theirs.chosen[first:].float()).sum())
         num_tokens += len(output.tokens)
+        error_P, own_P = (ours_P - judge.chosen[first:]).abs(), (theirs.chosen - judge.chosen)[first:].abs()
+        # by how much the referee prefers its token to the one that each of the two has
+        regret_O = (judge.best_value - judge.chosen)[prompt - 1 :]
+        error_P[prompt - 1 - first :] = torch.maximum(error_P[prompt - 1 - first :], regret_O / 2)
+        if judge.asked is not None:
+            own_regret_O = (judge.best_value - judge.asked)[prompt - 1 :]
+            own_P[prompt - 1 - first :] = torch.maximum(own_P[prompt - 1 - first :], own_regret_O / 2)
+        num_own_different += int((theirs.best != judge.best)[prompt - 1 :].sum())
+        errors.append(error_P)
+        own_errors.append(own_P)
         for position, token in enumerate(output.tokens):
-            row = prompt - 1 + position
-            expected = int(score.best[row])
+            expected = int(judge.best[prompt - 1 + position])
             if token != expected:
-                margin = float(score.best_value[row] - score.chosen[row])
+                margin = float(regret_O[position])
                 differences.append(
                     TokenDifference(
                         request=request.index, position=position, token=token, expected_token=expected, margin=margin
                     )
                 )
-    all_gaps = torch.cat(gaps)
+    all_gaps, error_N = torch.cat(gaps), torch.cat(errors)
+    own_N = torch.cat(own_errors) if wide is not None else torch.full_like(error_N, _FIXED[dtype])
     return AgainstReport(
+        referee="" if wide is None else str(_WIDER[dtype]).removeprefix("torch."),
         num_requests=len(requests),
         num_tokens=num_tokens,
-        num_positions=len(all_gaps),
+        num_positions=len(error_N),
         num_same_bits=num_same,
         largest_difference=float(all_gaps.max()),
         median_difference=float(all_gaps.median()),
-        arithmetic_error=error,
-        median_error=median_error,
+        quantiles=compare_quantiles(error_N, own_N, floor=_FLOOR[dtype]),
+        largest_error=float(error_N.max()),
+        largest_own_error=max(float(own_N.max()), _FLOOR[dtype]),
+        limits_largest=dtype in _FINE,
         different_tokens=tuple(differences),
-        num_outliers=int((all_gaps > FACTOR * error).sum()),
-        outlier_share=_OUTLIERS[dtype],
+        num_own_different=num_own_different,
         note=note,
+    )
+
+
+def compare_quantiles(error_N: torch.Tensor, own_N: torch.Tensor, *, floor: float) -> tuple[ErrorQuantile, ...]:
+    """The quantiles that so many positions can tell; always the median.
+
+    Args:
+        error_N, own_N: errors of epruntime and of transformers at the same positions. floor: least own error.
+    """
+    slack = _SLACK * len(error_N) ** -0.5
+    shares = [share for share in QUANTILES if share == QUANTILES[0] or share + slack <= 1]
+    return tuple(
+        ErrorQuantile(
+            share=share,
+            error=float(error_N.quantile(share)),
+            own_error=max(float(own_N.quantile(min(1.0, share + slack))), floor),
+        )
+        for share in shares
     )
 
 
@@ -227,33 +288,50 @@ class _Force(LogitsProcessor):
         return forced
 
 
-@torch.inference_mode()
-def _scores(model: Any, request: VerifyRequest, output: Output) -> _Scores:
-    """Row p is what predicts the token at p + 1: those of the prompt at once, those of the output one by one."""
-    if "dynamic" in adapter.rope_types(model):
+@torch.no_grad()
+def _scores(
+    model: Any, request: VerifyRequest, output: Output, *, asked: torch.Tensor | None = None, at_once: bool = False
+) -> _Scores:
+    """Row p is what predicts the token at p + 1: those of the prompt at once, those of the output one by one.
+
+    Args:
+        asked: a token for each row, whose log-probability is wanted.
+        at_once: those of the output at once, too, which is the same up to rounding, if no factor of a rotary embedding
+            depends on the length.
+    """
+    kinds = adapter.rope_types(model)
+    if "dynamic" in kinds:
         model = copy.deepcopy(model)  # it remembers the longest sequence that it has seen
-    prompt_1P, num_prompt = torch.tensor([request.token_ids]), len(request.token_ids)
-    prompt_PV = model(input_ids=prompt_1P, use_cache=False).logits[0]
-    generated = model.generate(
-        prompt_1P,
-        attention_mask=torch.ones_like(prompt_1P),
-        max_new_tokens=len(output.tokens),
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        # transformers 5.16 computes too little where it gives up its cache
-        use_cache=not recomputed_beyond(model.config.model_type),
-        return_dict_in_generate=True,
-        output_logits=True,
-        logits_processor=[_Force(output.tokens, num_prompt)],
-    )
-    assert generated.sequences[0, num_prompt:].tolist() == output.tokens
-    logits_TV = torch.cat([prompt_PV[:-1], *generated.logits])
+    num_prompt = len(request.token_ids)
+    ids_T = torch.tensor([*request.token_ids[1:], *output.tokens])
+    if at_once and not kinds & {"dynamic", "longrope"}:
+        rows_1T = torch.tensor([[*request.token_ids, *output.tokens[:-1]]])
+        logits_TV = model(input_ids=rows_1T, use_cache=False).logits[0]
+    else:
+        prompt_1P = torch.tensor([request.token_ids])
+        prompt_PV = model(input_ids=prompt_1P, use_cache=False).logits[0]
+        generated = model.generate(
+            prompt_1P,
+            attention_mask=torch.ones_like(prompt_1P),
+            max_new_tokens=len(output.tokens),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            # transformers 5.16 computes too little where it gives up its cache
+            use_cache=not recomputed_beyond(model.config.model_type),
+            return_dict_in_generate=True,
+            output_logits=True,
+            logits_processor=[_Force(output.tokens, num_prompt)],
+        )
+        assert generated.sequences[0, num_prompt:].tolist() == output.tokens
+        logits_TV = torch.cat([prompt_PV[:-1], *generated.logits])
     logprobs_TV = logits_TV.double().log_softmax(-1)
     best = logprobs_TV.max(-1)
-    ids_T = torch.tensor([*request.token_ids[1:], *output.tokens])
     return _Scores(
-        chosen=logprobs_TV.gather(1, ids_T[:, None])[:, 0], best=logits_TV.argmax(-1), best_value=best.values
+        chosen=logprobs_TV.gather(1, ids_T[:, None])[:, 0],
+        best=logits_TV.argmax(-1),
+        best_value=best.values,
+        asked=None if asked is None else logprobs_TV.gather(1, asked[:, None])[:, 0],
     )
 
 
@@ -262,24 +340,26 @@ def _wide_scores(
     info: ModelInfo,
     requests: Sequence[VerifyRequest],
     outputs: Mapping[int, Output],
+    plain: Sequence[_Scores],
     say: Callable[[str], None],
 ) -> tuple[list[_Scores] | None, str]:
-    """The same in the wider dtype, into which the model is turned; None, and why, if that cannot be done."""
+    """The referee: the same in the wider dtype, a layer at a time; None, and why, if that cannot be done."""
     wider = _WIDER[info.dtype]
     try:
-        _check_memory(info, wider.itemsize - info.dtype_bytes, "the wider run")
-        say(f"transformers: again in {wider}, to see what arithmetic explains")
-        model.to(wider)
+        _check_memory(extra_bytes(model, wider), "one layer of it at a time")
+        say(f"transformers: again in {wider}, as the referee of both")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the fast ones know no float64
-        return [_scores(model, request, outputs[request.index]) for request in requests], ""
+        with widened(model, wider):
+            return [
+                _scores(model, request, outputs[request.index], asked=theirs.best, at_once=True)
+                for request, theirs in zip(requests, plain, strict=True)
+            ], ""
     except (ConfigError, RuntimeError) as error:
-        return None, f"a fixed value, since it could not be run in {wider}: {str(error).splitlines()[0]}"
+        return None, f"there is no referee, since it could not be run in {wider}: {str(error).splitlines()[0]}"
 
 
-def _check_memory(info: ModelInfo, bytes_each: int, what: str) -> None:
-    needed, free = info.num_parameters * bytes_each, free_memory_bytes()
+def _check_memory(needed: int, what: str) -> None:
+    free = free_memory_bytes()
     if needed > free:
-        raise ConfigError(
-            f"{what} needs the whole model in this process: {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free"
-        )
+        raise ConfigError(f"{what} in this process: {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free")

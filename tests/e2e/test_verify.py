@@ -16,7 +16,8 @@ from epruntime.engine.ranks import Ranks
 from epruntime.launchers.local import LocalLauncher
 from epruntime.testing import faulty_verify
 from epruntime.testing.tiny_models import build, save
-from epruntime.verify import VerifyConfig, VerifyReport, verify
+from epruntime.verify import VerifyConfig, VerifyReport, against, verify
+from epruntime.verify.against import FACTOR
 
 SMALL: dict[str, Any] = {"num_prompts": 6, "max_tokens": 6, "max_prompt_tokens": 20, "seed": 11}
 
@@ -66,12 +67,15 @@ def test_all_cases_are_proven(mixtral: str, ranks: Ranks) -> None:
     assert report.against is not None
     assert report.against.ok
     assert report.against.num_tokens == 3 * 6
+    assert report.against.referee == "float64"
     assert not report.against.different_tokens
     assert report.against.largest_difference < 1e-3
     assert any("num_redundant_experts" in line for line in lines)
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("gpt_oss", "float32"), ("deepseek_v3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("gpt_oss", "float32"), ("deepseek_v3", "bfloat16"), ("gemma4_text", "bfloat16")]
+)
 def test_other_families(model_type: str, dtype: str, ranks: Ranks, tmp_path: Path) -> None:
     path = str(save(build(model_type, dtype=getattr(torch, dtype))[1], tmp_path))
     options = VerifyConfig(**SMALL, cases="batch,chunks,preempted,rounds", against="transformers")
@@ -135,15 +139,41 @@ def test_a_control_that_is_not_caught_fails(mixtral: str, faulty: tuple[Ranks, P
     assert "nothing is proven" in report.summary
 
 
-def test_what_transformers_computes_otherwise_fails(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_transformers_computes_otherwise_fails(dtype: str, faulty: tuple[Ranks, Path], tmp_path: Path) -> None:
     wrong, fault = faulty
+    path = str(save(build("mixtral", dtype=getattr(torch, dtype))[1], tmp_path))
+    options = VerifyConfig(**SMALL, cases="batch", against="transformers")
+    fault.write_text("")
+    found = verify(path, options, ranks=wrong).against
+    assert found is not None
+    assert found.ok, str(found)
     fault.write_text("weights_twice")
-    report = verify(mixtral, VerifyConfig(**SMALL, cases="batch", against="transformers"), ranks=wrong)
+    report = verify(path, options, ranks=wrong)
     assert _statuses(report)["batch"] == "identical"
     assert report.against is not None
     assert not report.against.ok
-    assert report.against.largest_difference > 100 * report.against.bound
     assert report.exit_code == 1
+    # not by a hair
+    for quantile in report.against.quantiles:
+        assert quantile.error > 2 * FACTOR * quantile.own_error, str(report.against)
+
+
+def test_without_a_referee_that_is_said(
+    faulty: tuple[Ranks, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, fault = faulty
+    path = str(save(build("mixtral", dtype=torch.bfloat16)[1], tmp_path))
+    options = VerifyConfig(**SMALL, cases="batch", against="transformers")
+    monkeypatch.setattr(against, "extra_bytes", lambda *_: 2**60)
+    for name, ok in (("", True), ("weights_twice", False)):
+        fault.write_text(name)
+        found = verify(path, options, ranks=wrong).against
+        assert found is not None
+        assert found.ok == ok, str(found)
+        assert found.referee == ""
+        assert "there is no referee" in str(found)
+        assert "1073741824.0 GiB" in found.note
 
 
 def test_command_line(mixtral: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from epruntime.cli.main import main
 from epruntime.config.verify import CASES, VerifyConfig
 from epruntime.errors import ConfigError
 from epruntime.verify import report as r
-from epruntime.verify.against import AgainstReport, TokenDifference
+from epruntime.verify.against import AgainstReport, ErrorQuantile, TokenDifference, compare_quantiles
 from epruntime.verify.compare import Difference
 from epruntime.verify.facts import VerifyFacts
 from epruntime.verify.report import CaseReport, VerifyReport, render
@@ -33,9 +35,10 @@ DIFFERENCE = Difference(
     request=3, rank=1, where="output", position=4, expected_token=17, got_token=99, expected_logprob=-1.5,
     got_logprob=-1.25, layer="7", layer_position=30,
 )  # fmt: skip
+MEDIAN = ErrorQuantile(share=0.5, error=0.001, own_error=0.001)
 AGAINST = AgainstReport(
-    num_requests=2, num_tokens=24, num_positions=50, num_same_bits=1, largest_difference=0.01, median_difference=0.001,
-    arithmetic_error=0.01, median_error=0.001, different_tokens=(),
+    referee="float64", num_requests=2, num_tokens=24, num_positions=50, num_same_bits=1, largest_difference=0.01,
+    median_difference=0.001, quantiles=(MEDIAN,), largest_error=0.01, largest_own_error=0.01, limits_largest=True,
 )  # fmt: skip
 
 
@@ -54,8 +57,17 @@ def _with(status: str, **more) -> VerifyReport:  # type: ignore[no-untyped-def]
         # a difference is one, whatever the control says
         (replace(_with(r.DIFFERENT), control=replace(CONTROL, status=r.NOT_CAUGHT)), 1, "does not hold"),
         (replace(GOOD, against=AGAINST), 0, "the contract holds"),
-        (replace(GOOD, against=replace(AGAINST, num_outliers=1)), 1, "transformers gives something else"),
-        (replace(GOOD, against=replace(AGAINST, median_difference=0.005)), 1, "transformers gives something else"),
+        (replace(GOOD, against=replace(AGAINST, largest_error=0.041)), 1, "transformers gives something else"),
+        (
+            replace(GOOD, against=replace(AGAINST, quantiles=(MEDIAN, replace(MEDIAN, error=0.0021)))),
+            1,
+            "transformers gives something else",
+        ),
+        (
+            replace(GOOD, against=replace(AGAINST, quantiles=(replace(MEDIAN, error=math.nan),))),
+            1,
+            "transformers gives something else",
+        ),
     ],
 )
 def test_exit_code_and_sentence(report: VerifyReport, code: int, words: str) -> None:
@@ -68,22 +80,38 @@ def test_exit_code_and_sentence(report: VerifyReport, code: int, words: str) -> 
     assert [case["status"] for case in facts["cases"]] == [case.status for case in report.cases]
 
 
-def test_a_token_beyond_the_margin_fails() -> None:
-    near = TokenDifference(request=0, position=3, token=5, expected_token=6, margin=0.07)
-    within = replace(AGAINST, different_tokens=(near,))
-    assert within.ok
-    assert "more likely by 0.07: within the error" in str(within)
-    beyond = replace(AGAINST, different_tokens=(near, replace(near, margin=0.09)))
-    assert not beyond.ok
-    assert beyond.num_beyond == 1
-    assert "BEYOND THE ERROR" in str(beyond)
-    assert "22 of 24 greedy tokens" in str(beyond)
+def test_words_against_transformers() -> None:
+    other = TokenDifference(request=0, position=3, token=5, expected_token=6, margin=0.07)
+    text = str(replace(AGAINST, different_tokens=(other,), num_own_different=2))
+    assert "23 of 24 greedy tokens are those of transformers in float64, of its own in the model's dtype 22" in text
+    assert "token 5 where transformers in float64 has 6, more likely by 0.07" in text
+    assert "TOO FAR" not in text
+    assert "at most 0.05, 0.01 TOO FAR" in str(replace(AGAINST, largest_error=0.05))
+    assert "50% within 0.003, 0.001 TOO FAR" in str(replace(AGAINST, quantiles=(replace(MEDIAN, error=0.003),)))
+    assert "no room: distance, and a fixed value" in str(replace(AGAINST, referee="", note="no room"))
 
 
-def test_a_router_may_choose_otherwise_in_bfloat16() -> None:
-    coarse = replace(AGAINST, outlier_share=0.1)
-    assert replace(coarse, num_outliers=5).ok
-    assert not replace(coarse, num_outliers=6).ok
+def test_routers_turned_over_in_either_run_do_not_count_where_rounding_is_coarse() -> None:
+    coarse = replace(AGAINST, limits_largest=False, largest_error=5.0)
+    assert coarse.ok
+    assert "not judged" in str(coarse)
+
+
+def test_quantiles_are_those_that_positions_can_tell() -> None:
+    error_N = torch.full((100,), 0.02)
+    error_N[:8] = 5.0  # routers turned over, at other positions than in the other run
+    found = compare_quantiles(error_N, error_N.flip(0), floor=0.01)
+    assert [q.share for q in found] == [0.5, 0.75]
+    assert all(q.ok for q in found)
+    # an error at half of the positions is none of rounding
+    error_N[:60] = 0.2
+    own_N = torch.full((100,), 0.02)
+    assert not all(q.ok for q in compare_quantiles(error_N, own_N, floor=0.01))
+    assert [q.share for q in compare_quantiles(error_N[:8], own_N[:8], floor=0.01)] == [0.5]
+    assert [q.share for q in compare_quantiles(own_N.repeat(3), own_N.repeat(3), floor=0.01)] == [0.5, 0.75, 0.9]
+    # errors so small are luck
+    assert compare_quantiles(own_N, own_N * 0, floor=0.01)[0].ok
+    assert not compare_quantiles(own_N * 1.01, own_N * 0, floor=0.01)[0].ok
 
 
 def test_the_table_says_all() -> None:
