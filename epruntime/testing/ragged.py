@@ -1,7 +1,6 @@
-"""Drives a LoadedModel the way a runner does (ragged, chunked, mixed, padded, scattered blocks), for comparison.
+"""Drives a LoadedModel the way a runner does (ragged, chunked, mixed, scattered blocks), for comparison.
 
-Unwritten cache slots hold NaN, block ids are scrambled, and padding rows hold a real token: a read that should not
-happen shows in the result.
+Unwritten cache slots hold NaN and block ids are scrambled: a read that should not happen shows in the result.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ class RaggedDriver:
         *,
         num_blocks: int = 48,
         block_size: int = 4,
-        row_multiple: int = 32,
         rope_lens: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.block_size, self.row_multiple = model, block_size, row_multiple
+        self.model, self.block_size = model, block_size
         model.allocate_kv(num_blocks, block_size)
         for layer in model.layers:
             layer.k_cache_NBKD.fill_(float("nan"))
@@ -80,7 +78,6 @@ class RaggedDriver:
             starts.append(starts[-1] + len(tokens))
             lengths.append(last)
             self._lengths[name] = last
-        padding = -len(ids) % self.row_multiple
         width = max(len(self._tables[name]) for name, _ in items)
         tables = torch.full((len(items), width), -1, dtype=torch.int32)
         for row, (name, _) in enumerate(items):
@@ -88,13 +85,13 @@ class RaggedDriver:
         total = starts[-1]
         logits = self.model.forward(
             ForwardBatch(
-                input_ids_T=torch.tensor(ids + [3] * padding),
-                positions_T=torch.tensor(positions + [0] * padding),
-                slots_T=torch.tensor(slots + [-1] * padding),
+                input_ids_T=torch.tensor(ids),
+                positions_T=torch.tensor(positions),
+                slots_T=torch.tensor(slots),
                 query_starts_S1=torch.tensor(starts, dtype=torch.int32),
                 seq_lens_S=torch.tensor(lengths, dtype=torch.int32),
                 block_tables_SB=tables,
-                logits_rows_N=torch.cat((torch.arange(total), torch.zeros(padding, dtype=torch.int64))),
+                logits_rows_N=torch.arange(total),
                 num_tokens=total,
                 rope_lens_S=torch.tensor([self._rope_lens.get(name, 1) for name, _ in items], dtype=torch.int32),
             )

@@ -34,7 +34,7 @@ def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
     _, reference = tiny_models.build(model_type)
     moe = local_runtime()
     model = load_model(tiny_models.save(reference, tmp_path), dtype="float32", moe=moe)
-    driver = RaggedDriver(model, row_multiple=1)
+    driver = RaggedDriver(model)
     tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=1)
     model_forward = Census()
     with model_forward:

@@ -301,8 +301,8 @@ def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tm
     batch_invariant.install(complex_products=True)
     try:
         torch.set_num_threads(threads)
-        (alone,) = RaggedDriver(model, row_multiple=1).step([("b", tokens["b"])])
-        driver, done, parts = RaggedDriver(model, row_multiple=1), dict.fromkeys(tokens, 0), []
+        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
+        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
         for items in SCHEDULE:
             out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
             for (name, count), logits in zip(items, out, strict=True):

@@ -124,8 +124,8 @@ def _alone_and_among_others(model: LoadedModel) -> tuple[torch.Tensor, torch.Ten
     tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
     batch_invariant.install(complex_products=True)
     try:
-        (alone,) = RaggedDriver(model, row_multiple=1).step([("b", tokens["b"])])
-        driver, done, parts = RaggedDriver(model, row_multiple=1), dict.fromkeys(tokens, 0), []
+        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
+        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
         for items in SCHEDULE:
             out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
             for (name, count), logits in zip(items, out, strict=True):
