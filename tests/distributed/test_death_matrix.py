@@ -10,7 +10,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,18 @@ def _check(error: Exception, slot: int, how: signal.Signals) -> str:
     return text
 
 
+async def _halt(world: World, slot: int, stands: Callable[[Stamp], bool]) -> None:
+    """Stops a rank where it stands so: stamps come a little later, and it may have gone on meanwhile."""
+    rank = world.pool.ranks[slot]
+    while True:
+        await until(lambda: stands(world.stamp(slot)), "a rank that is at it")
+        end(rank, signal.SIGSTOP)
+        await asyncio.sleep(0.3)  # what it had sent is here
+        if stands(world.stamp(slot)):
+            return
+        end(rank, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("when", ["idle", "prefill", "decode", "collective"])
 def test_requests_end_in_time_by_name_and_the_engine_comes_back(world, when, how):
@@ -106,7 +118,8 @@ def test_requests_end_in_time_by_name_and_the_engine_comes_back(world, when, how
             await until(lambda: world.stamp(slot).phase is Phase.IDLE, "idle")
         elif when == "prefill":
             request = asyncio.create_task(tokens(llm, LONG, 8))
-            await until(lambda: world.stamp(slot).layer >= 0, "a step")
+            stands = lambda stamp: stamp.layer >= 0  # noqa: E731
+            await until(lambda: stands(world.stamp(slot)), "a step")
             assert llm._core.stats.prefill_tokens < len(LONG)
         else:
             request = asyncio.create_task(tokens(llm, PROMPT, 400))
@@ -114,6 +127,8 @@ def test_requests_end_in_time_by_name_and_the_engine_comes_back(world, when, how
             stands = lambda stamp: stamp.layer >= 0 and (stamp.waits or when == "decode")  # noqa: E731
             await until(lambda: stands(world.stamp(slot)), "in a layer, or waiting there")
         began = time.monotonic()
+        if request is not None:
+            await _halt(world, slot, stands)
         pid = end(rank, how)
         if request is not None:
             error = await error_of(request, began, BOUND[how])

@@ -144,7 +144,7 @@ def test_a_group_without_room_is_told_with_what_is_free_and_asked(make_group):
         assert time.monotonic() - began < soon(10)  # it never will have room: nothing to wait for
         for words in (small.id.hex(), "bundle 0: CPU 1 free of 1", "bundle 1: CPU 1 free of 1", "expert_parallel_size"):
             assert words in str(too_small.value)
-        with pytest.raises(LaunchError, match="no room for 1 ranks of 2 CPU each"):
+        with pytest.raises(LaunchError, match="no room for 1 rank of 2 CPU each"):
             await start(1, placement_group=small, threads_per_rank=2, start_timeout_s=30)
         began = time.monotonic()
         with pytest.raises(LaunchError, match="no room for 2 ranks of 1 CPU each") as taken:

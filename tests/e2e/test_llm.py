@@ -79,8 +79,8 @@ def test_the_model_s_own_end_and_stop_ids_end_a_request(model: Path, ranks: Rank
 def test_refusals(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="expert_parallel_size"):
         LLM(model, expert_paralel_size=2)
-    with pytest.raises(ConfigError, match="the pool has 3 ranks"):
-        LLM(model, ranks=ranks, expert_parallel_size=4, **OPTIONS)
+    with pytest.raises(ConfigError, match="the pool has 4 ranks"):
+        LLM(model, ranks=ranks, expert_parallel_size=5, **OPTIONS)
     with pytest.raises(CheckpointError):
         LLM(tmp_path, ranks=ranks)
     save(build("llama")[1], tmp_path)
