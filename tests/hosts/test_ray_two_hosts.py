@@ -115,7 +115,8 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
     (ended,) = request.result()
     assert (ended["tokens"], ended["finish"], ended["error"]) == (480, "length", "")
     # in the file: what `ray job submit` shows of it may come later
-    assert "draining: 1 request is running, and may for 87.5 s" in cluster.log("job-driver-first.log")
+    lines = [line for line in cluster.log("job-driver-first.log").splitlines() if "draining: " in line]
+    assert any("draining: 1 request is running, and may for 30 s" in line for line in lines), lines
     assert "terminated gracefully with SIGTERM" in cluster.log("jobs/supervisor-first.log")
     job.wait_end(PATIENCE_S)
     _nothing_left(site)
