@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 # Nothing is downloaded, and each process computes on one thread: tests that want more ask for it.
@@ -12,6 +13,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+# A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Never two of these at once: they make networks or Ray clusters, and Ray looks for clusters on the whole machine.
 APART = (
