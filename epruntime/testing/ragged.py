@@ -207,3 +207,22 @@ def compare(
         median_eager_error=eager_error.median().item(),
         largest_logit=max(x.abs().max().item() for x in exact.values()),
     )
+
+
+def alone_and_among_others(model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [n, V] of one sequence of the schedule, on a strict rank's ops: at once by itself, and in parts among the
+    others."""
+    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
+    batch_invariant.install(complex_products=True)
+    try:
+        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
+        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
+        for items in SCHEDULE:
+            out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
+            for (name, count), logits in zip(items, out, strict=True):
+                done[name] += count
+                if name == "b":
+                    parts.append(logits)
+    finally:
+        batch_invariant.uninstall()
+    return alone, torch.cat(parts)

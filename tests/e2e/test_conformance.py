@@ -17,9 +17,16 @@ from epruntime.models.batch import ForwardBatch
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
 from epruntime.models.loader import load_model
 from epruntime.models.small_config import small_config
-from epruntime.ops import batch_invariant
 from epruntime.testing import tiny_models
-from epruntime.testing.ragged import SCHEDULE, RaggedDriver, compare, local_runtime, reference_logits, sequences_for
+from epruntime.testing.ragged import (
+    SCHEDULE,
+    RaggedDriver,
+    alone_and_among_others,
+    compare,
+    local_runtime,
+    reference_logits,
+    sequences_for,
+)
 
 _SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -296,23 +303,13 @@ def test_result_does_not_depend_on_batch_mates(model_type: str, threads: int, tm
     _, reference = tiny_models.build(model_type)
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="float32", moe=local_runtime())
-    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
     before = torch.get_num_threads()
-    batch_invariant.install(complex_products=True)
     try:
         torch.set_num_threads(threads)
-        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
-        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
-        for items in SCHEDULE:
-            out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
-            for (name, count), logits in zip(items, out, strict=True):
-                done[name] += count
-                if name == "b":
-                    parts.append(logits)
+        alone, among_others = alone_and_among_others(model)
     finally:
-        batch_invariant.uninstall()
         torch.set_num_threads(before)
-    assert torch.equal(torch.cat(parts), alone)
+    assert torch.equal(among_others, alone)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from epruntime.models.conformance import COVERED
-from epruntime.models.loaded import LoadedModel
 from epruntime.models.loader import load_model
 from epruntime.models.small_config import small_config
-from epruntime.ops import batch_invariant
 from epruntime.testing import tiny_models
-from epruntime.testing.ragged import SCHEDULE, RaggedDriver, compare, local_runtime, sequences_for
+from epruntime.testing.ragged import (
+    alone_and_among_others,
+    compare,
+    local_runtime,
+)
 
 _ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 #: Field -> values that it may take, where a type has it and its small configuration gives it a value.
@@ -120,23 +122,6 @@ def _build(model_type: str, seed: int) -> tuple[dict[str, Any], Any]:
     raise LookupError(f"{model_type}: none of {TRIES} configurations runs")
 
 
-def _alone_and_among_others(model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
-    batch_invariant.install(complex_products=True)
-    try:
-        (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
-        driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
-        for items in SCHEDULE:
-            out = driver.step([(n, tokens[n][done[n] : done[n] + count]) for n, count in items])
-            for (name, count), logits in zip(items, out, strict=True):
-                done[name] += count
-                if name == "b":
-                    parts.append(logits)
-    finally:
-        batch_invariant.uninstall()
-    return alone, torch.cat(parts)
-
-
 @pytest.mark.parametrize(("model_type", "seed"), CASES)
 def test_a_random_configuration_equals_transformers(model_type: str, seed: int, tmp_path: Path) -> None:
     overrides, reference = _build(model_type, seed)
@@ -145,5 +130,5 @@ def test_a_random_configuration_equals_transformers(model_type: str, seed: int, 
     # a score within rounding of another may choose another expert or key: not with every sequence
     found = [compare(reference, model, seed=tokens) for tokens in (1, 2)]
     assert any(c.error <= TIMES_EAGER * c.eager_error + SHARE * c.largest_logit for c in found), (overrides, found)
-    alone, among_others = _alone_and_among_others(model)
+    alone, among_others = alone_and_among_others(model)
     assert torch.equal(alone, among_others), overrides
