@@ -5,10 +5,11 @@ Unwritten cache slots hold NaN and block ids are scrambled: a read that should n
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,16 @@ def local_runtime(
     )
 
 
+@contextlib.contextmanager
+def strict_ops() -> Iterator[None]:
+    """torch's ops as a strict rank has them, in this process."""
+    batch_invariant.install(complex_products=True)
+    try:
+        yield
+    finally:
+        batch_invariant.uninstall()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Distances from transformers' eager forward in fp64, over all logits.
@@ -187,11 +198,8 @@ def compare(
     done: Counter[str] = Counter()
     errors, eager_errors = [], []
     for items in schedule:
-        batch_invariant.install(complex_products=True)
-        try:
+        with strict_ops():
             found = driver.step([(name, sequences[name][done[name] : done[name] + n]) for name, n in items])
-        finally:
-            batch_invariant.uninstall()
         for (name, n), logits in zip(items, found, strict=True):
             rows = slice(done[name], done[name] + n)
             errors.append((logits.double() - exact[name][rows]).abs())
@@ -213,8 +221,7 @@ def alone_and_among_others(model: LoadedModel) -> tuple[torch.Tensor, torch.Tens
     """Logits [n, V] of one sequence of the schedule, on a strict rank's ops: at once by itself, and in parts among the
     others."""
     tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=5)
-    batch_invariant.install(complex_products=True)
-    try:
+    with strict_ops():
         (alone,) = RaggedDriver(model).step([("b", tokens["b"])])
         driver, done, parts = RaggedDriver(model), dict.fromkeys(tokens, 0), []
         for items in SCHEDULE:
@@ -223,6 +230,4 @@ def alone_and_among_others(model: LoadedModel) -> tuple[torch.Tensor, torch.Tens
                 done[name] += count
                 if name == "b":
                     parts.append(logits)
-    finally:
-        batch_invariant.uninstall()
     return alone, torch.cat(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -166,7 +167,8 @@ def test_exit_code_of_a_program_and_more_ranks_than_workers(program):
         assert job.wait(END_S) == 1
     assert job.output.count("main ") == 1
     assert "exitcode  : 7" in job.output
-    assert "the coordinator, on this host, ended: exit code 7" in job.output
+    # worker 0's own word, or the other's, which has it from the coordinator: torchrun stops all when the first ends
+    assert re.search("the coordinator(, on this host, ended:| on host .* ended with) exit code 7", job.output)
     words = "LaunchError 3 ranks were asked for (expert_parallel_size), and torchrun has started 2 workers on 1 host, "
     assert words in job.output
 
