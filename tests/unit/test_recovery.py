@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,7 +145,8 @@ def test_a_rank_lost_during_the_restart_or_not_started_is_tried_again(monkeypatc
 def test_restarts_within_an_hour_are_limited_and_the_last_loss_is_named(monkeypatch):
     async def body() -> None:
         pool, now = Pool(3), [1000.0]
-        monkeypatch.setattr(recovery_module.time, "monotonic", lambda: now[0])
+        # in that module alone: the event loop has the same clock
+        monkeypatch.setattr(recovery_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         Loads(monkeypatch)
         recovery = Recovery(config(max_restarts=2), pool)  # type: ignore[arg-type]
         await recovery.restore(lost(0))
