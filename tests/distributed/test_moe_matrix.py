@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from epruntime.comm.local import LocalTransport
 from epruntime.comm.select import make_transport
-from epruntime.comm.transport import GroupInfo
+from epruntime.comm.transport import GroupInfo, Transport
 from epruntime.moe.experts import BACKENDS
 from epruntime.moe.placement import Placement, contiguous, placement_for
 from epruntime.moe.runtime import MoERuntime
 from epruntime.moe.stats import MoEStats
 from epruntime.moe.types import ExpertWeights, StepContext
-from epruntime.ops import batch_invariant
 from epruntime.testing.experts import dense_moe, random_experts, take_experts
+from epruntime.testing.ragged import strict_ops
 from epruntime.testing.ranks import run_ranks
 
 #: Largest difference from fp64, relative to the largest output: a few ulps of fp32 over dot products of 24 and 40.
@@ -144,10 +145,9 @@ class Outcome:
     stats: dict[str, Any]
 
 
-def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outcome:
+def run_case(case: Case, group: GroupInfo, link: Transport, backend: str) -> Outcome:
     """One rank's part of a case: two layers, so that the second shows what the first left behind."""
     context, stats = StepContext(), MoEStats()
-    link = make_transport(transport, group)
     runtime = MoERuntime(
         transport=link,
         placement_for=lambda _: case.place(group.world_size),
@@ -194,7 +194,7 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
     assert torch.equal(outputs[0], outputs[1])
     context.probe = True
     assert not layers[0].forward(x.nan_to_num(), ids, factors).any()
-    link.close()
+    del link.all_to_all_rows
     return Outcome(
         y_TH=outputs[0][:-3],
         padding_H=outputs[0][-3:],
@@ -204,16 +204,12 @@ def run_case(case: Case, group: GroupInfo, transport: str, backend: str) -> Outc
 
 
 def run_all(group: GroupInfo, transport: str, backends: list[str]) -> dict[tuple[str, str], Outcome]:
-    generation, outcomes = 0, {}
-    batch_invariant.install()
+    link, cases = make_transport(transport, group), [(c, b) for b in backends for c in (*CASES, *FAULTS)]
     try:
-        for backend in backends:
-            for case in (*CASES, *FAULTS):
-                generation += 1
-                outcomes[case.name, backend] = run_case(case, replace(group, generation=generation), transport, backend)
+        with strict_ops():
+            return {(case.name, backend): run_case(case, group, link, backend) for case, backend in cases}
     finally:
-        batch_invariant.uninstall()
-    return outcomes
+        link.close()
 
 
 @functools.cache
@@ -257,11 +253,9 @@ def test_layer_equals_fp64(transport: str, world_size: int, backend: str, case: 
         return
     # The same bits on one rank, with every expert there in order, in one round.
     plain = replace(case, placement="contiguous", budget=8192)
-    batch_invariant.install()
-    try:
-        alone = run_case(plain, GroupInfo(rank=0, world_size=1), "local", backend)
-    finally:
-        batch_invariant.uninstall()
+    group = GroupInfo(rank=0, world_size=1)
+    with strict_ops():
+        alone = run_case(plain, group, LocalTransport(group), backend)
     assert torch.equal(y, alone.y_TH)
 
 
