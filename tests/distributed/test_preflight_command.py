@@ -23,7 +23,7 @@ def test_the_verdict_is_shown_once(tmp_path):
 
 
 def test_more_ranks_than_experts_are_a_warning(tmp_path):
-    config, model = tiny_models.build("mixtral")
+    config, model = tiny_models.build("mixtral", num_local_experts=2)
     tiny_models.save(model, tmp_path)
     size = config.num_local_experts + 1
     command = [sys.executable, "-m", "epruntime.cli", "preflight", str(tmp_path), "--expert-parallel-size", str(size)]
