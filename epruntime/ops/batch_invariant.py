@@ -67,7 +67,7 @@ COMPLEX: dict[str, rows.Op] = {"mul.Tensor": rows.mul, "mul_.Tensor": rows.in_pl
 EXACT = _names(
     """
     abs add.Tensor add_.Tensor sub.Tensor sub_.Tensor mul.Tensor mul_.Tensor div.Tensor div_.Tensor neg reciprocal sqrt
-    addcmul lerp.Scalar relu relu_ leaky_relu hardtanh floor floor_divide remainder.Scalar round sign
+    addcmul lerp.Scalar relu relu_ leaky_relu _prelu_kernel hardtanh floor floor_divide remainder.Scalar round sign
     clamp clamp_ clamp.Tensor clamp_min clamp_max maximum minimum where.self masked_fill.Scalar masked_fill_.Scalar
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar
     ge.Tensor bitwise_not bitwise_and.Tensor bitwise_or.Tensor logical_not logical_and

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from epruntime.models.conformance import COVERED
 from epruntime.models.loader import load_model
@@ -52,6 +53,15 @@ def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
     counts = {"sum.dim_IntList"}  # of integers, of rows that are sent: no rehearsal, and exact
     unseen = left & set(batch_invariant.REPLACED) - counts
     assert not unseen, "the rehearsal sees what is computed by the model itself"
+
+
+@pytest.mark.parametrize("name", ACT2FN)
+def test_every_activation_is_known(name: str) -> None:
+    """All that `hidden_act` may name, whether or not a model of `COVERED` has it."""
+    with Census() as census, torch.inference_mode():
+        ACT2FN[name](torch.ones(3, 4))
+    assert census.ops or name == "linear"
+    assert not census.unsteady
 
 
 def test_an_unknown_op_is_named() -> None:

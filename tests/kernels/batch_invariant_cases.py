@@ -182,6 +182,7 @@ EXACT = [
     Case(op="relu", run=torch.relu),
     Case(op="relu_", run=lambda x: x.clone().relu_()),
     Case(op="leaky_relu", run=lambda x: F.leaky_relu(x, 0.03)),
+    Case(op="_prelu_kernel", run=lambda x: F.prelu(x, weights(1, like=x))),
     Case(op="hardtanh", run=F.hardtanh),
     Case(op="floor", run=torch.floor),
     Case(op="floor_divide", run=lambda x: x // 0.3),
