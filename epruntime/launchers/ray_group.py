@@ -23,8 +23,9 @@ from epruntime.launchers.ray_seats import (
 
 logger = logging.getLogger("epruntime.launchers.ray_group")
 
-#: seconds of waiting for room before a warning says what is waited for; and between two looks.
-_WARN_AFTER_S, _LOOK_S = 3.0, 0.3
+#: seconds without room, from when it was asked for, before a warning says what is waited for: Ray starts its workers in
+#: that time on a busy machine. And seconds between two looks.
+_WARN_AFTER_S, _LOOK_S = 15.0, 0.3
 
 
 def current_group() -> PlacementGroup | None:
@@ -71,13 +72,14 @@ class RayGroup:
             LaunchError: there is none in time; says what was asked and what is free.
         """
         warned = False
+        asked = time.monotonic()
         step = self._fit_in_given if self._given is not None else self._make
-        while text := await self._thread.run(lambda: step(num_ranks, threads_per_rank, timeout_s)):
-            waited = time.monotonic() - began
-            if waited >= timeout_s:
-                raise LaunchError(text)
-            if not warned and waited > _WARN_AFTER_S:
-                logger.warning("still waiting. %s", text)
+        while text := await self._thread.run(lambda: step(num_ranks, threads_per_rank)):
+            now = time.monotonic()
+            if now - began >= timeout_s:
+                raise LaunchError(f"no room within {timeout_s:g} s: {text}")
+            if not warned and now - asked > _WARN_AFTER_S:
+                logger.warning("no room yet after %.0f s of %g s: %s", now - began, timeout_s, text)
                 warned = True
 
     def node_of(self, bundle: int) -> str:
@@ -92,17 +94,17 @@ class RayGroup:
 
     # one step of waiting each: "" when there is room, else what is waited for
 
-    def _make(self, num_ranks: int, threads_per_rank: int | None, timeout_s: float) -> str:
+    def _make(self, num_ranks: int, threads_per_rank: int | None) -> str:
         if self.group is None:
             self._choose([(node.free or node.total).get("CPU", 0.0) for node in alive_nodes()], num_ranks,
                          threads_per_rank)  # fmt: skip
             self.group = placement_group([dict(self.need)] * num_ranks, strategy="PACK")
         if not self.group.wait(_LOOK_S):
-            return no_room_text(num_ranks, self.need, alive_nodes(), timeout_s)
+            return no_room_text(num_ranks, self.need, alive_nodes())
         self.taken = list(placement_group_table(self.group)["bundles_to_node_id"].items())
         return ""
 
-    def _fit_in_given(self, num_ranks: int, threads_per_rank: int | None, timeout_s: float) -> str:
+    def _fit_in_given(self, num_ranks: int, threads_per_rank: int | None) -> str:
         name = self._given.id.hex()
         table = placement_group_table(self._given)
         state = table.get("state", "REMOVED")
@@ -111,15 +113,15 @@ class RayGroup:
         if state != "CREATED":
             time.sleep(_LOOK_S)
             return (
-                f"the given placement group {name} was not ready within {timeout_s:g} s: its state is {state}, and it "
-                f"asks for {list(table['bundles'].values())}. The cluster has:\n"
+                f"the given placement group {name} is not ready: its state is {state}, and it asks for "
+                f"{list(table['bundles'].values())}. The cluster has:\n"
                 + "\n".join(f"  node {node.host}: {dict(node.free or {})} free" for node in alive_nodes())
             )
         nodes = table["bundles_to_node_id"]
         free = ray._private.state.available_resources_per_node()
         if not all(f"bundle_group_{index}_{name}" in free.get(node, {}) for index, node in nodes.items()):
             time.sleep(_LOOK_S)  # what nodes report is a moment behind
-            return f"Ray did not say within {timeout_s:g} s what of the given placement group {name} is free"
+            return f"Ray does not say what of the given placement group {name} is free"
         bundles = [
             Bundle(index=index, total=total, free=_free_in(free[nodes[index]], name, index, total))
             for index, total in sorted(table["bundles"].items())

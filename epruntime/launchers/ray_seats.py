@@ -113,11 +113,11 @@ def seats_in_node_order(
     return placed
 
 
-def no_room_text(num_ranks: int, need: Mapping[str, float], nodes: Sequence[Node], timeout_s: float) -> str:
-    """What was asked and what there is, for the error of a placement that did not come about."""
+def no_room_text(num_ranks: int, need: Mapping[str, float], nodes: Sequence[Node]) -> str:
+    """What is asked and what there is, where Ray has not placed the ranks."""
     lines = [f"  node {node.host} ({node.address}): {_free_of(need, node.free, node.total)}" for node in nodes]
     return (
-        f"Ray found no room for {_asked(num_ranks, need)} within {timeout_s:g} s. The cluster has:\n"
+        f"asked for {_asked(num_ranks, need)}. The cluster has:\n"
         + ("\n".join(lines) or "  no alive node")
         + "\nFree some, add nodes, ask for fewer ranks (expert_parallel_size) or threads (threads_per_rank), or wait "
         "longer (start_timeout_s)."

@@ -237,7 +237,7 @@ def test_ranks_with_gpus_see_all_of_them_and_are_told_their_own():
             assert sorted(w["device_index"] for w in who) == [0, 1]
         finally:
             await pool.stop()
-        with pytest.raises(LaunchError, match=r"(?s)no room for 3 ranks of 1 GPU each.*GPU 2 free of 2"):
+        with pytest.raises(LaunchError, match=r"(?s)within 2 s: asked for 3 ranks of 1 GPU each.*GPU 2 free of 2"):
             await start(3, device="cuda", start_timeout_s=2)
 
     run(body())
