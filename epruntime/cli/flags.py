@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any
 
+from epruntime.cli import vllm_flags
+from epruntime.cli.parser import CommandParser
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.config.engine import has_default
 from epruntime.sampling_params import SamplingParams
@@ -39,10 +41,20 @@ def add_config(parser: Parser, kind: type, *, skip: tuple[str, ...] = ()) -> Non
             _add(group, f.name, hints[f.name], help_text, f.metadata.get("choices") or None)
 
 
-def add_engine(parser: Parser, *, skip: tuple[str, ...] = ()) -> None:
-    """Flags of every part of EngineConfig."""
+def add_engine(parser: CommandParser, *, skip: tuple[str, ...] = (), server: bool = False) -> None:
+    """Flags of every part of EngineConfig, vLLM's names for them, and words for flags that are not there.
+
+    Args:
+        skip: fields that make no sense in this command.
+        server: the command starts one; else it is said of a server's flags that there is none here.
+    """
     for kind in EngineConfig.SECTIONS.values():
         add_config(parser, kind, skip=skip)
+    vllm_flags.add_aliases(parser, server=server)
+    parser.hints = vllm_flags.words(parser, server=server)
+    if not server:
+        said = vllm_flags.starts_no_server(parser)
+        parser.hints |= {flag: f"{flag} is a flag of `serve`: {said}" for flag in _of_serve()}
 
 
 def add_sampling(parser: Parser, *, defaults: Mapping[str, Any] | None = None, skip: tuple[str, ...] = ()) -> None:
@@ -107,6 +119,14 @@ def attribute_docs(kind: type) -> dict[str, str]:
         return {}
     entries = re.split(r"\n {8}(?=\w+: )", "\n" + section[1])[1:]
     return {name: " ".join(text.split()) for name, text in (entry.split(": ", 1) for entry in entries)}
+
+
+def _of_serve() -> list[str]:
+    parser = CommandParser(add_help=False)
+    for kind in (*EngineConfig.SECTIONS.values(), ServeConfig):
+        add_config(parser, kind)
+    vllm_flags.add_aliases(parser, server=True)
+    return list(parser._option_string_actions)
 
 
 def _add(group: Any, name: str, hint: Any, help_text: str, choices: tuple[str, ...] | None) -> None:

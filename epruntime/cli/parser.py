@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from epruntime.cli.hints import SERVER, is_address
@@ -16,10 +16,10 @@ class CommandParser(argparse.ArgumentParser):
     begins alike.
 
     Attributes:
-        hints: flag that this command has not -> what to do instead.
+        hints: flag that this command has not -> what is said of it.
     """
 
-    hints: Mapping[str, str]
+    hints: dict[str, str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         args = self._given = sys.argv[1:] if args is None else list(args)
         for flag in _flags(args):
             if flag in self.hints and flag not in self._option_string_actions:
-                self.error(f"there is no {flag}: {self.hints[flag]}")
+                self.error(self.hints[flag])
         return super().parse_known_args(args, namespace)
 
     def refuse(self, unknown: Sequence[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from epruntime.cli import flags
 from epruntime.errors import ConfigError
 
-_DESCRIPTION = """Starts the ranks that `epruntime serve` with the same flags would start, and checks them before any
-weight is read: versions and kernels, checkpoint, memory, limits, clocks, addresses, and the transport between all
-pairs of ranks: that every byte comes where it belongs, and how fast.
+_DESCRIPTION = """Starts the ranks that `epruntime serve` with the same flags of the engine would start, and checks
+them before any weight is read: versions and kernels, checkpoint, memory, limits, clocks, addresses, and the transport
+between all pairs of ranks: that every byte comes where it belongs, and how fast.
 
 Exit code: 0 if nothing is in the way of a start (there may be warnings), 1 if something is."""
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from epruntime.cli import flags, vllm_flags
+from epruntime.cli import flags
 from epruntime.cli.parser import CommandParser
 from epruntime.config import ServeConfig
 from epruntime.errors import ConfigError
@@ -27,10 +27,8 @@ def add_parser(commands: Any) -> None:
 
 def add_flags(parser: CommandParser, *, skip: tuple[str, ...] = ()) -> None:
     """All flags of a server but those of the fields in `skip`, and the command that they are of."""
-    flags.add_engine(parser, skip=skip)
+    flags.add_engine(parser, skip=skip, server=True)
     flags.add_config(parser, ServeConfig, skip=skip)
-    vllm_flags.add_aliases(parser)
-    parser.hints = vllm_flags.HINTS
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from epruntime.cli import flags
 from epruntime.cli.main import main, make_parser
-from epruntime.cli.vllm_flags import HINTS
+from epruntime.cli.vllm_flags import HINTS, SERVER_HINTS
 from epruntime.config import ServeConfig
 from epruntime.errors import ConfigError
 
@@ -33,6 +33,18 @@ def _refused(capsys, *argv: str) -> str:
         (["generate", "x", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "x", "--temp", "1"], "there is no --temp"),
         (["serve", "M", "--zzz"], "there is no --zzz$"),
+        (["serve", "M", "--tp", "2"], "there is no --tp: .*--expert-parallel-size N"),
+        (["serve", "--model-path", "M"], "there is no --model-path: .*epruntime serve MODEL"),
+        (["serve", "M", "--ep-size", "2"], "there is no --ep-size: .*--expert-parallel-size N"),
+        (["serve", "M", "--ep", "2"], "there is no --ep: .*--expert-parallel-size N"),
+        (["serve", "M", "--mem-fraction-static", "0.8"], "--kv-cache-memory-gb"),
+        (["serve", "M", "--device", "cuda"], "only the CPU is used"),
+        (["preflight", "M", "--device", "cuda"], "only the CPU is used"),
+        (["verify", "M", "-tp", "2"], "there is no -tp: .*--expert-parallel-size N"),
+        (["verify", "--model", "M"], "epruntime verify MODEL"),
+        (["generate", "x", "--model-path", "M"], "there is no --model-path: --model DIRECTORY"),
+        (["generate", "x", "--model", "M", "--enable-expert-parallel"], "leave it out"),
+        (["verify", "M", "--ssl-cert-reqs", "2"], "there is no --ssl-cert-reqs: `verify` starts no server$"),
         (["serve", "M", "extra"], "unrecognized arguments: extra"),
         (["serve", "M", "--dtype", "half"], "invalid choice: 'half'"),
         (["serve", "M", "--kv-cache-memory-bytes", "1G"], "'1G' is not a number of bytes"),
@@ -57,12 +69,45 @@ def test_flags_that_vllm_has_for_the_same():
     assert (serve.log_stats_interval_s, serve.api_key, serve.allowed_origins) == (0.0, ("k1", "k2"), ("http://a",))
 
 
-def test_hints_name_only_flags_that_are_there_and_stand_for_none_that_is():
-    commands = next(action for action in make_parser()._actions if action.dest == "command")
-    own = set(commands.choices["serve"]._option_string_actions)
-    assert not own & set(HINTS)
-    for hint in HINTS.values():
-        assert set(re.findall(r"--[\w-]+", hint)) <= own, hint
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["preflight", "M", "--host", "0.0.0.0"], "--host"),
+        (["verify", "M", "--restart"], "--restart"),
+        (["verify", "M", "--no-http"], "--no-http"),
+        (["preflight", "M", "--disable-log-stats"], "--disable-log-stats"),
+        (["generate", "x", "--model", "M", "--port=1"], "--port"),
+    ],
+)
+def test_a_flag_that_only_a_server_has(capsys, argv, flag):
+    said = _refused(capsys, *argv).splitlines()[-1]
+    command = argv[0]
+    assert said == f"epruntime {command}: error: {flag} is a flag of `serve`: `{command}` starts no server"
+
+
+@pytest.mark.parametrize("argv", [["preflight", "M"], ["verify", "M"], ["generate", "x", "--model", "M"]])
+def test_commands_that_start_ranks_know_vllms_names_too(argv):
+    args = make_parser().parse_args([
+        *argv, "--num-gpu-blocks-override", "10", "--kv-cache-memory-bytes", str(2**29), "--expert-placement-strategy",
+        "round_robin",
+    ])  # fmt: skip
+    engine = flags.engine_config(args)
+    assert (engine.cache.num_kv_blocks, engine.cache.kv_cache_memory_gb) == (10, 0.5)
+    assert engine.parallel.expert_placement == "round_robin"
+
+
+@pytest.mark.parametrize("command", ["serve", "preflight", "verify", "generate"])
+def test_hints_name_only_flags_that_are_there(command):
+    parser = next(action for action in make_parser()._actions if action.dest == "command").choices[command]
+    own = set(parser._option_string_actions)
+    for flag, said in parser.hints.items():
+        if flag not in own:
+            assert set(re.findall(r"--[\w-]+", said)) - {flag} <= own, said
+
+
+def test_hints_stand_for_no_flag_that_serve_has():
+    own = next(action for action in make_parser()._actions if action.dest == "command").choices["serve"]
+    assert not set(own._option_string_actions) & {*HINTS, *SERVER_HINTS}
 
 
 def test_biases_add_up_and_are_refused_with_words(capsys):
