@@ -63,8 +63,8 @@ def configuration() -> str:
         "# Configuration",
         "Generated from the code by `python -m epruntime.testing.reference_docs`; edit the dataclasses, not this file.",
         "Every option is a keyword of `LLM` and `AsyncLLM`, and a flag of `epruntime serve` and of `epruntime "
-        "generate --model` (`max_num_seqs` is `--max-num-seqs`). Unknown keywords are a `TypeError`; values that "
-        "cannot work, a `ConfigError` that says what to do.",
+        "generate --model` (`max_num_seqs` is `--max-num-seqs`) unless the table says otherwise. Unknown keywords are a "
+        "`TypeError`; values that cannot work, a `ConfigError` that says what to do.",
     ]
     commands: dict[type, str] = {ServeConfig: "serve", VerifyConfig: "verify"}
     for kind in (*EngineConfig.SECTIONS.values(), *commands):
@@ -77,7 +77,7 @@ def configuration() -> str:
                 [
                     (
                         f"`{f.name}`",
-                        "positional" if f.metadata.get("positional") else f"`{flag_of(f.name)}`",
+                        _flag(f),
                         _type(hints[f.name], f.metadata.get("choices")),
                         _default(f),
                         f.metadata["help"],
@@ -163,6 +163,12 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 def _first_line(kind: type) -> str:
     line = (kind.__doc__ or "").splitlines()[0].rstrip(".")
     return line[0].lower() + line[1:]
+
+
+def _flag(f: Any) -> str:
+    if f.metadata.get("positional"):
+        return "positional"
+    return f"`{flag_of(f.name)}`" if f.metadata.get("cli", True) else "keyword only"
 
 
 def _type(hint: Any, choices: tuple[str, ...] | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from epruntime.cli.main import make_parser
 from epruntime.models.conformance import COVERED
 from epruntime.testing.reference_docs import expected
 
@@ -19,6 +20,15 @@ def test_generated_parts_are_in_step() -> None:
         assert path.read_text(encoding="utf-8") == text, (
             f"{path.name} is out of step: run python -m epruntime.testing.reference_docs"
         )
+
+
+def test_every_flag_in_the_table_of_options_is_there() -> None:
+    commands = next(action for action in make_parser()._actions if action.dest == "command").choices
+    known = {flag for name in ("serve", "verify") for flag in commands[name]._option_string_actions}
+    options, _, _ = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("## Sampling")
+    named = re.findall(r"^\| `\w+` \| `(--[\w-]+)` \|", options, re.MULTILINE)
+    assert len(named) > 30
+    assert set(named) <= known
 
 
 def test_every_served_architecture_is_in_both_readmes() -> None:
