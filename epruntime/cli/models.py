@@ -50,9 +50,9 @@ def table(models: list[dict[str, Any]]) -> str:
     """Rows of `survey`, served ones first, reasons wrapped."""
     rows = [("MODEL TYPE", "SERVED", "FEATURES, OR WHY NOT")]
     for model in sorted(models, key=lambda m: (not m["served"], m["model_type"])):
-        text = model["reason"]
-        if model["served"]:
-            text = "; ".join(part for part in (", ".join(model["features"]), model["reason"]) if part)
+        features = ", ".join(model["features"]) if model["served"] else ""
+        needs = f"needs transformers {model['since']} or newer" if model["since"] else ""
+        text = "; ".join(part for part in (features, model["reason"], needs) if part)
         rows.append((model["model_type"], model["how"] or "no", text))
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     lines = []

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter, families, refusal
-from epruntime.models.conformance import COVERED, PARTLY
+from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.models.loader import features_of_model
 from epruntime.models.small_config import small_config
 
@@ -43,6 +43,7 @@ class Verdict:
         features: what attention and layers of the small model have, of those that the tests cover.
         reason: why it is not served, or served in part; "" otherwise.
         newly: not in the table of covered types, but the probe finds nothing against it.
+        since: the first transformers with which it is served, as "5.24"; "": all that are supported.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class Verdict:
     features: tuple[str, ...] = ()
     reason: str = ""
     newly: bool = False
+    since: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "features": list(self.features)}
@@ -87,8 +89,12 @@ def _verdict(model_type: str) -> Verdict | None:
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     architecture = names if isinstance(names, str) else names[0]
 
+    since = ".".join(map(str, SINCE.get(model_type, ())))
+
     def refused(reason: str, **more: Any) -> Verdict:
-        return Verdict(model_type=model_type, architecture=architecture, served=False, reason=reason, **more)
+        return Verdict(
+            model_type=model_type, architecture=architecture, served=False, reason=reason, since=since, **more
+        )
 
     parts = _text_parts(_kind(model_type))
     if parts:
@@ -119,6 +125,7 @@ def _verdict(model_type: str) -> Verdict | None:
         how="adapted" if families.is_adapted(model_type) else "hooked",
         features=tuple(sorted(COVERED[model_type])),
         reason=f"only with {PARTLY[model_type]}" if model_type in PARTLY else "",
+        since=since,
     )
 
 

@@ -18,15 +18,15 @@ from epruntime.cli.flags import attribute_docs, flag_of
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.config.engine import has_default
 from epruntime.config.verify import VerifyConfig
-from epruntime.models.conformance import COVERED, PARTLY
+from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
 #: file -> what its generated part is made by.
 _MODEL_TABLES = {
-    "README.md": ("model type", "attention", "layers"),
-    "README.zh-CN.md": ("模型类型", "注意力", "层"),
+    "README.md": ("model type", "attention", "layers", "needs transformers"),
+    "README.zh-CN.md": ("模型类型", "注意力", "层", "所需 transformers"),
 }
 _WORDS = {
     "README.md": {
@@ -40,6 +40,7 @@ _WORDS = {
         "dense": "some are dense",
         "moe": "all are MoE",
         "partly": " (served if all layers have it)",
+        "since": "{}.{} or newer",
     },
     "README.zh-CN.md": {
         "window": "滑动窗口",
@@ -52,6 +53,7 @@ _WORDS = {
         "dense": "含稠密层",
         "moe": "全部为 MoE",
         "partly": " (每层皆须如此)",
+        "since": "{}.{} 起",
     },
 }
 _BEGIN, _END = "<!-- served architectures: generated -->", "<!-- end of the generated part -->"
@@ -128,7 +130,8 @@ def models_table(file: str) -> str:
             words[name] for name in ("latent", "sparse", "window", "chunk", "sinks", "softcap") if name in features
         ]
         kind = (", ".join(attention) or words[""]) + (words["partly"] if model_type in PARTLY else "")
-        rows.append((f"`{model_type}`", kind, words["dense" if "dense" in features else "moe"]))
+        since = words["since"].format(*SINCE[model_type]) if model_type in SINCE else ""
+        rows.append((f"`{model_type}`", kind, words["dense" if "dense" in features else "moe"], since))
     return _table(_MODEL_TABLES[file], rows)
 
 

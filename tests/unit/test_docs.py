@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epruntime.cli.main import make_parser
-from epruntime.models.conformance import COVERED
+from epruntime.models.conformance import COVERED, SINCE
 from epruntime.testing.reference_docs import expected
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,8 @@ def test_every_served_architecture_is_in_both_readmes() -> None:
     for file in ("README.md", "README.zh-CN.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
         assert all(f"| `{model_type}` |" in text for model_type in COVERED)
+        for model_type, (major, minor) in SINCE.items():
+            assert re.search(rf"^\| `{model_type}` \|.*\| {major}\.{minor} [^|]+ \|$", text, re.MULTILINE), model_type
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

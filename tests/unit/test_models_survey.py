@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from epruntime.cli.models import table
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter, survey
 from epruntime.models.checkpoint import Checkpoint, split_rows
-from epruntime.models.conformance import COVERED, PARTLY
+from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.models.loader import features_of_model
 from epruntime.models.safetensors import TensorEntry
 from epruntime.testing import tiny_models
@@ -47,6 +48,19 @@ def test_a_type_that_no_test_covers_is_not_served_and_is_pointed_out(monkeypatch
     by_type = {verdict.model_type: verdict for verdict in survey.survey()}
     assert (by_type["olmoe"].served, by_type["olmoe"].newly) == (False, True)
     assert by_type["mixtral"].served
+
+
+def test_what_needs_a_newer_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, "olmoe", "mixtral", "jetmoe")
+    monkeypatch.setitem(SINCE, "olmoe", (5, 24))
+    monkeypatch.setitem(SINCE, "jetmoe", (5, 30))
+    found = survey.survey()
+    assert {verdict.model_type: verdict.since for verdict in found} == {"olmoe": "5.24", "mixtral": "", "jetmoe": "5.30"}
+    rows = table([verdict.to_dict() for verdict in found])
+    told = {row.split()[0]: " ".join(row.split()[-5:]) for row in re.sub("\n +", " ", rows).splitlines()}
+    assert told["olmoe"] == "needs transformers 5.24 or newer"
+    assert told["jetmoe"] == "needs transformers 5.30 or newer"
+    assert "transformers" not in told["mixtral"]
 
 
 def test_a_type_whose_small_model_cannot_be_built_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
