@@ -177,7 +177,8 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, {"prompt_token_ids": [...]}, {"prompt": text} or {"messages": [...]} (chat
-                template). Text becomes ids on a thread of its own, in order of arrival; long text on another.
+                template; with "chat_template_kwargs", if it reads any). Text becomes ids on a thread of its own, in
+                order of arrival; long text on another.
             sampling_params: None: the model's defaults.
             request_id: unique among live requests; drawn when absent.
 

@@ -99,16 +99,19 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, rendered through the model's chat template.
 
         Args:
             messages: a list of {"role", "content"} dicts, or a list of such lists.
+            chat_template_kwargs: keywords that the template reads, for all of them.
         """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations = [messages] if one else list(messages)
-        return self.generate([{"messages": m} for m in conversations], sampling_params, use_tqdm=use_tqdm)
+        prompts = [{"messages": m, "chat_template_kwargs": chat_template_kwargs} for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the checkpoint's generation_config.json, else SamplingParams' own."""

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epruntime.engine.template_kwargs import FIELD
 from epruntime.engine.tokenizer import Tokenizer
 from epruntime.errors import InvalidRequestError
 from epruntime.plan import SamplingSpec
 from epruntime.sampling_params import SamplingParams
 from epruntime.words import counted
 
-#: a string, token ids, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}
+#: a string, token ids, {"prompt": str}, {"prompt_token_ids": [...]} or {"messages": [...]}; the last may have
+#: "chat_template_kwargs", too
 Prompt = str | Sequence[int] | dict[str, Any]
 #: Ids that are made into text at once.
 MAX_DETOKENIZED = 2**20
@@ -133,16 +135,20 @@ class InputProcessor:
         check = self._check_text if bounded else _anything
         if isinstance(prompt, dict):
             known = {"prompt", "prompt_token_ids", "messages"} & prompt.keys()
-            if len(known) != 1 or len(prompt) != 1:
+            more = {FIELD} if "messages" in prompt else set()
+            if len(known) != 1 or prompt.keys() - known - more:
                 raise InvalidRequestError(
-                    "a prompt dict has exactly one key: 'prompt', 'prompt_token_ids' or 'messages'",
+                    "a prompt dict has exactly one key: 'prompt', 'prompt_token_ids' or 'messages' (and "
+                    f"{FIELD!r} beside the last)",
                     field="prompt",
                     value=sorted(map(str, prompt)),
                 )
             if "prompt_token_ids" in prompt:
                 return None, self._ids(prompt["prompt_token_ids"], bounded=bounded)
             if "messages" in prompt:
-                return self._need_tokenizer("messages").encode_chat(prompt["messages"], check=check)
+                return self._need_tokenizer("messages").encode_chat(
+                    prompt["messages"], keywords=prompt.get(FIELD), check=check
+                )
             prompt = prompt["prompt"]
         if isinstance(prompt, (list, tuple)):
             return None, self._ids(prompt, bounded=bounded)
@@ -219,7 +225,7 @@ class InputProcessor:
 def size_of(prompt: Any) -> int:
     """About how much work it is to make ids of a prompt, in characters or ids; whatever it is."""
     if isinstance(prompt, dict):
-        prompt = next(iter(prompt.values()), None)
+        prompt = prompt.get("messages", next(iter(prompt.values()), None))
     if not isinstance(prompt, (str, list, tuple)):
         return 0
     size = len(prompt)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from epruntime.engine import template_kwargs
 from epruntime.engine.time_limit import Overdue, time_limit
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -60,18 +61,24 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, check: Callable[[str], None] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        keywords: dict[str, Any] | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> tuple[str, list[int]]:
         """Renders chat messages through the model's chat template.
 
         Args:
+            keywords: for the template; those that it does not read change nothing.
             check: called with the rendered prompt before it is tokenised; what it raises ends this.
 
         Returns:
             The rendered prompt and its ids; the template writes all special tokens, so none is added.
 
         Raises:
-            InvalidRequestError: no template, or one that refuses the messages, or does not end with them.
+            InvalidRequestError: no template, or one that refuses the messages, or does not end with them; or keywords
+                that are not the caller's.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -79,9 +86,10 @@ class Tokenizer:
                 field="messages",
             )
         _check_messages(messages)
+        more = template_kwargs.checked(keywords, self.hf)
         try:
             with time_limit(TEMPLATE_S):
-                text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
         except Overdue:
             raise InvalidRequestError(
                 f"the chat template did not end with these messages within {TEMPLATE_S:g} s: it loops, or they are far "

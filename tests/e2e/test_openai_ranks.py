@@ -88,6 +88,26 @@ def test_chat_stream(client, reference):
     assert last.usage.prompt_tokens == len(ids)
 
 
+def test_keywords_for_the_chat_template(client, reference):
+    tokenizer, _ = reference
+    messages = [{"role": "user", "content": "Two plus two is"}]
+    options = {"model": "tiny-mixtral", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+    lengths = set()
+    for keywords in ({}, {"tone": "Once upon a time"}):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **keywords)
+        answer = client.chat.completions.create(**options, extra_body={"chat_template_kwargs": keywords})
+        assert answer.choices[0].message.content == greedy(reference, ids)
+        assert answer.usage.prompt_tokens == len(ids)
+        lengths.add(len(ids))
+    assert len(lengths) == 2
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="set by this server") as caught:
+            client.chat.completions.create(
+                **options, stream=stream, extra_body={"chat_template_kwargs": {"tone": "calm", "tokenize": True}}
+            )
+        assert caught.value.param == "chat_template_kwargs.tokenize"
+
+
 def test_scores_of_a_text(client, reference):
     """What evaluation harnesses ask for: log-probabilities of the prompt's own tokens."""
     tokenizer, model = reference

@@ -1,4 +1,4 @@
-"""A tiny random Mixtral with a tokenizer of its own (byte-level BPE) and a chat template."""
+"""A tiny random Mixtral with a tokenizer of its own (byte-level BPE); its chat template reads a keyword, `tone`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epruntime.testing import tiny_models
 
 TEXT = ["The capital of France is Paris. Once upon a time there was a robot.", "Two plus two is four, said the cat."]
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if tone %}{{ tone }}</s>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]

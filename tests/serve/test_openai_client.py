@@ -55,6 +55,19 @@ def test_completion(server, client):
     assert server.llm.prompts[answer.id] == "abc"
 
 
+def test_keywords_for_the_chat_template(server, client):
+    def prompt(**more):
+        return server.llm.prompts[client.chat.completions.create(model="echo", messages=USER, **more).id]
+
+    given = {"enable_thinking": False, "level": [1, None]}
+    assert prompt(extra_body={"chat_template_kwargs": given}) == {"messages": USER, "chat_template_kwargs": given}
+    assert prompt(extra_body={"chat_template_kwargs": None}) == {"messages": USER}
+    for wrong in ("text", [1], {f"k{i}": i for i in range(65)}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            prompt(extra_body={"chat_template_kwargs": wrong})
+        assert caught.value.param == "chat_template_kwargs"
+
+
 def test_completion_defaults(server, client):
     params = _params(server, client.completions.create(model="echo", prompt="abc"))
     assert (params.max_tokens, params.temperature, params.n, params.logprobs) == (16, 1.0, 1, None)

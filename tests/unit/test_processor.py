@@ -250,7 +250,7 @@ class _Template:
     def encode(self, text: str) -> list[int]:
         raise AssertionError("tokenised")
 
-    def encode_chat(self, messages, *, check=None):  # type: ignore[no-untyped-def]
+    def encode_chat(self, messages, *, keywords=None, check=None):  # type: ignore[no-untyped-def]
         if check is not None:
             check("".join(message["content"] for message in messages))
         raise AssertionError("tokenised")

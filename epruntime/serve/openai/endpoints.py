@@ -63,7 +63,8 @@ class Endpoints:
         engine = self._gate.admit()
         self._check_model(engine, sent.model)
         params = chat_params(engine, sent)
-        job = Job(request_id=_name("chatcmpl", request), prompts=[chat_of(sent.messages)], params=params)
+        prompt = chat_of(sent.messages, sent.chat_template_kwargs)
+        job = Job(request_id=_name("chatcmpl", request), prompts=[prompt], params=params)
         head = _head(engine, job, "chat.completion.chunk" if sent.stream else "chat.completion")
         return await self._answer(request, sent, job, ChatAnswers(body=sent, head=head, n=params.n))
 
@@ -92,7 +93,9 @@ class Endpoints:
         self._check_model(engine, sent.model)
         if (sent.prompt is None) == (sent.messages is None):
             raise InvalidRequestError("send either prompt or messages", field="prompt")
-        prompt = sent.prompt if sent.messages is None else chat_of(sent.messages)
+        if sent.messages is None and sent.chat_template_kwargs is not None:
+            raise InvalidRequestError("is for messages: leave it out", field="chat_template_kwargs")
+        prompt = sent.prompt if sent.messages is None else chat_of(sent.messages, sent.chat_template_kwargs)
         _, ids = await unless_gone(engine.tokenize(prompt), request)
         texts = None
         if sent.return_token_strs:

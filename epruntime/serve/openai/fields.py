@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from epruntime.engine.processor import MAX_MESSAGES
+from epruntime.engine.template_kwargs import MAX_KEYWORDS
 from epruntime.errors import InvalidRequestError
 from epruntime.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from epruntime.serve.openai.prompts import MAX_PROMPTS
@@ -22,6 +23,7 @@ List = Annotated[list[T], Field(fail_fast=True)]
 #: Entries of a body and of its fields, so that what is refused anyway is not read item by item.
 MAX_FIELDS = 256
 _MAX_ENTRIES = {
+    "chat_template_kwargs": MAX_KEYWORDS,
     "logit_bias": MAX_LOGIT_BIASES,
     "messages": MAX_MESSAGES,
     "stop": MAX_STOP_STRINGS,
@@ -123,6 +125,7 @@ class ChatFields(Fields):
     """POST /v1/chat/completions."""
 
     messages: List[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -141,6 +144,7 @@ class TokenizeFields(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: List[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

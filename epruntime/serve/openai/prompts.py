@@ -28,15 +28,16 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     return [_text(one) if isinstance(one, str) else _ids(one) for one in prompt]
 
 
-def chat_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The chat with plain text contents; parts of type text are joined by line ends.
+def chat_of(messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The chat with plain text contents, and keywords for its template; parts of type text are joined by line ends.
 
     Raises:
         InvalidRequestError: there is none, or a message that is not understood; names it.
     """
     if not messages:
         raise InvalidRequestError("is empty; send at least one message", field="messages")
-    return {"messages": [_message(message, f"messages.{number}") for number, message in enumerate(messages)]}
+    chat: dict[str, Any] = {"messages": [_message(one, f"messages.{number}") for number, one in enumerate(messages)]}
+    return chat if template_kwargs is None else {**chat, "chat_template_kwargs": template_kwargs}
 
 
 def _text(prompt: str) -> str:
