@@ -65,8 +65,8 @@ def configuration() -> str:
         "# Configuration",
         "Generated from the code by `python -m epruntime.testing.reference_docs`; edit the dataclasses, not this file.",
         "Every option is a keyword of `LLM` and `AsyncLLM`, and a flag of `epruntime serve` and of `epruntime "
-        "generate --model` (`max_num_seqs` is `--max-num-seqs`) unless the table says otherwise. Unknown keywords are a "
-        "`TypeError`; values that cannot work, a `ConfigError` that says what to do.",
+        "generate --model` (`max_num_seqs` is `--max-num-seqs`) unless the table says otherwise. Unknown keywords are "
+        "a `TypeError`; values that cannot work, a `ConfigError` that says what to do.",
     ]
     commands: dict[type, str] = {ServeConfig: "serve", VerifyConfig: "verify"}
     for kind in (*EngineConfig.SECTIONS.values(), *commands):

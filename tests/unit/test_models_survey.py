@@ -55,7 +55,8 @@ def test_what_needs_a_newer_transformers_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(SINCE, "olmoe", (5, 24))
     monkeypatch.setitem(SINCE, "jetmoe", (5, 30))
     found = survey.survey()
-    assert {verdict.model_type: verdict.since for verdict in found} == {"olmoe": "5.24", "mixtral": "", "jetmoe": "5.30"}
+    since = {verdict.model_type: verdict.since for verdict in found}
+    assert since == {"olmoe": "5.24", "mixtral": "", "jetmoe": "5.30"}
     rows = table([verdict.to_dict() for verdict in found])
     told = {row.split()[0]: " ".join(row.split()[-5:]) for row in re.sub("\n +", " ", rows).splitlines()}
     assert told["olmoe"] == "needs transformers 5.24 or newer"
