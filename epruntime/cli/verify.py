@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from epruntime.cli import flags
+from epruntime.cli.hints import in_words
 from epruntime.config.verify import VerifyConfig
-from epruntime.errors import ConfigError
+from epruntime.errors import CheckpointError, ConfigError, EPRuntimeError, UnsupportedModelError
 
 _DESCRIPTION = """Checks the invariance contract on your model and ranks: a request's tokens and log-probabilities are
 the same, bit for bit, alone or in a batch, prefilled in pieces, preempted, on other ranks, threads, placements and
 expert-parallel sizes. Each case is compared with the baseline, every request alone, and counters prove that what it
 varies did happen. A layer is then made to depend on the batch on purpose, which must be seen.
 
-Exit code: 0 if all are identical and the negative control was caught; 1 if something differs; 2 for wrong usage; 3 if
-nothing differs, but the control was not caught or something did not happen."""
+Exit code: 0 if all are identical and the negative control was caught; 1 if something differs; 2 for wrong usage, or a
+model or settings that are refused; 3 if nothing differs, but the control was not caught or something did not happen;
+4 if ranks did not start or were lost."""
+
+_WRONG_USAGE, _NO_RANKS = 2, 4
+_REFUSED = (ConfigError, UnsupportedModelError, CheckpointError)
 
 
 def add_parser(commands: Any) -> None:
@@ -49,20 +54,34 @@ def run(args: argparse.Namespace) -> int:
     from epruntime.verify import verify
     from epruntime.verify.report import render
 
-    report = verify(config, options, progress=_say)
+    try:
+        report = verify(config, options, progress=_say)
+    except EPRuntimeError as error:
+        code = _WRONG_USAGE if isinstance(error, _REFUSED) else _NO_RANKS
+        words = in_words(error)
+        if args.json_file is not None:
+            _write(args.json_file, json.dumps({"ok": False, "exit_code": code, "error": words}, ensure_ascii=False))
+        print(f"{args.parser.prog}: {words}", file=sys.stderr, flush=True)
+        return code
     text = json.dumps(report.to_dict(), ensure_ascii=False)
     if args.json_file is not None:
-        Path(args.json_file).write_text(text + "\n", encoding="utf-8")
+        _write(args.json_file, text)
     print(text if args.format == "json" else render(report))
     return report.exit_code
 
 
 def _check_writable(path: str, parser: argparse.ArgumentParser) -> None:
-    """Now, and not after minutes of work."""
+    """Now, and not after minutes of work; and an old report is gone, whatever happens."""
     try:
         Path(path).open("a").close()
+        if Path(path).is_file():
+            Path(path).unlink()
     except OSError as error:
         parser.error(f"--json {path}: cannot be written: {error.strerror}")
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def _say(line: str) -> None:

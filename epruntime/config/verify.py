@@ -28,16 +28,20 @@ CASES: dict[str, str] = {
 class VerifyConfig:
     """What is varied, and on which prompts."""
 
-    num_prompts: int = option(12, "different requests; half of them greedy, half of them sampled with a seed")
+    num_prompts: int = option(
+        12, "different requests, at most 64; half of them greedy, half of them sampled with a seed"
+    )
     max_tokens: int = option(8, "output tokens per request; less where the model's length leaves no room")
-    max_prompt_tokens: int = option(48, "longest prompt; raise it above a sliding window to see beyond the window")
+    max_prompt_tokens: int = option(
+        160, "longest prompt, the others are shorter; raise it above a sliding window to see beyond the window"
+    )
     seed: int | None = option(None, "of the random prompts; default: drawn, and printed so that it can be repeated")
     prompts_file: str | None = option(None, "text file with a prompt on each line, in place of random token ids")
     cases: str | None = option(None, f"what to vary, as names with commas: {', '.join(CASES)}; default: all")
     expert_parallel_sizes: str | None = option(
         None,
-        "expert-parallel sizes to compare, as numbers with commas; default: all up to --expert-parallel-size, of a "
-        "large model only that one",
+        "expert-parallel sizes to compare, as numbers with commas; default: all up to --expert-parallel-size, above 8 "
+        "the powers of two and that one; of a checkpoint above 8 GiB only that one",
     )
     trace_layers: bool = option(
         False, "hash every hidden state after every layer, and name the layer in which two runs part"
@@ -61,7 +65,7 @@ class VerifyConfig:
         """Cases to run, in the order of CASES.
 
         Raises:
-            ConfigError: an unknown name.
+            ConfigError: an unknown name, or none.
         """
         if self.cases is None:
             return tuple(CASES)
@@ -69,6 +73,8 @@ class VerifyConfig:
         for name in given:
             if name not in CASES:
                 raise ConfigError(f"cases: there is no {name!r}; there are {', '.join(CASES)}")
+        if not given:
+            raise ConfigError(f"cases={self.cases!r}: must name at least one of {', '.join(CASES)}")
         return tuple(name for name in CASES if name in given)
 
     def sizes(self) -> tuple[int, ...] | None:

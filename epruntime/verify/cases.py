@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from epruntime.config import EngineConfig
+from epruntime.config.verify import CASES
 from epruntime.models.info import ModelInfo
 from epruntime.moe.placement import placement_for
 from epruntime.verify.requests import Shape, VerifyRequest
@@ -154,6 +155,8 @@ def _rows(s: Setting) -> list[Case]:
         words = f"no step had exactly {', '.join(missing)} rows that decode" if missing else ""
         return Proof(counters={"row counts": len(seen), "steps": runs[0].counters["steps"]}, missing=words)
 
+    if tokens == 1:
+        return [_skipped(s, "rows", "outputs of one token: no step decodes")]
     waves = []
     for n in range(1, ROWS + 1):
         chosen = [s.requests[(n + i) % len(s.requests)].shortened(tokens) for i in range(n)]
@@ -167,6 +170,8 @@ def _rows(s: Setting) -> list[Case]:
 
 def _chunks(s: Setting) -> list[Case]:
     longest = s.shape.longest_prompt
+    if longest == 1:
+        return [_skipped(s, "chunks", "prompts of one token")]
     small = max(2, min(5, longest // 2))
     sizes = [small] + [size for size in (min(33, longest - 1),) if size > small]
 
@@ -203,6 +208,8 @@ def _prefix(s: Setting) -> list[Case]:
         hits = runs[0].counters["prefix_hit_tokens"]
         return Proof(counters={"tokens found": hits}, missing="" if hits else "nothing was found in the prefix cache")
 
+    if s.shape.longest_prompt <= s.shape.block_size:
+        return [_skipped(s, "prefix", "no prompt is longer than a KV block")]
     once = s.submissions()
     run = RunSettings(waves=(once, once[::-1]), scheduler=s.config.scheduler, prefix_caching=True)
     varied = "prompts found in the prefix cache"
@@ -216,6 +223,8 @@ def _pipeline(s: Setting) -> list[Case]:
         counters = {"overlapped steps of depth 1": one, "of depth 2": two}
         return Proof(counters=counters, missing="" if met else "the plans in flight were not those that were asked for")
 
+    if s.shape.max_tokens == 1:
+        return [_skipped(s, "pipeline", "outputs of one token: no step follows another")]
     runs = tuple(s.at_once(s.submissions(), pipeline_depth=depth) for depth in (1, 2))
     varied = "1 and 2 plans in flight"
     return [Case(name="pipeline", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
@@ -226,13 +235,11 @@ def _ranks(s: Setting) -> list[Case]:
         moved = sum(output.rank != output.index % s.size for run in runs for output in run.outputs)
         return Proof(counters={"requests moved": moved}, missing="" if moved else "no request was on another rank")
 
-    case = Case(
-        name="ranks", varied="requests on other ranks, last one first", prove=prove, num_tokens=s.shape.max_tokens
-    )
     if s.size == 1:
-        return [replace(case, skipped="there is one rank")]
-    shifts = range(1, min(s.size, _NUM_SHIFTS + 1))
-    return [replace(case, runs=tuple(s.at_once(s.submissions(shift=shift)[::-1]) for shift in shifts))]
+        return [_skipped(s, "ranks", "there is one rank")]
+    runs = tuple(s.at_once(s.submissions(shift=n)[::-1]) for n in range(1, min(s.size, _NUM_SHIFTS + 1)))
+    varied = "requests on other ranks, last one first"
+    return [Case(name="ranks", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
 
 
 def _rounds(s: Setting) -> list[Case]:
@@ -275,7 +282,7 @@ def _placement(s: Setting) -> list[Case]:
         for n in counts
     ):
         words = "there is one rank" if s.size == 1 else "all placements of so few experts are the same"
-        return [replace(case, runs=(), skipped=words)]
+        return [_skipped(s, "placement", words)]
     return [case]
 
 
@@ -310,14 +317,17 @@ def _sizes(s: Setting) -> list[Case]:
             num_tokens=s.shape.max_tokens,
         )
 
+    if s.info.num_experts == 1:
+        return [_skipped(s, "sizes", "there is one expert")]
     others = [case(size) for size in s.sizes if size != s.size]
-    if others:
-        return others
-    nothing = Case(
-        name="sizes", varied="other expert-parallel sizes", prove=lambda *_: Proof(counters={}),
-        num_tokens=s.shape.max_tokens, skipped="none was asked for: see --expert-parallel-size(s)",
+    return others or [_skipped(s, "sizes", "none was asked for: see --expert-parallel-size(s)")]
+
+
+def _skipped(s: Setting, name: str, reason: str) -> Case:
+    return Case(
+        name=name, varied=CASES[name], prove=lambda *_: Proof(counters={}), num_tokens=s.shape.max_tokens,
+        skipped=reason,
     )  # fmt: skip
-    return [nothing]
 
 
 def _reloaded(s: Setting, name: str, varied: str, prove: Prove, parallel: Mapping[str, Any]) -> Case:

@@ -52,24 +52,29 @@ class VerifyReport:
 
     Attributes:
         cases: the baseline, then one for each variation. control: the negative control.
-        against: what transformers itself gave, if that was asked for.
+        against: what transformers itself gave, if that was asked for; against_refused: or why it gave nothing.
     """
 
     facts: VerifyFacts
     cases: tuple[CaseReport, ...]
     control: CaseReport
     against: AgainstReport | None = None
+    against_refused: str = ""
     seconds: float = 0.0
 
     @property
     def exit_code(self) -> int:
         """HOLDS; DIFFERS: a case, or transformers, gave something else; NOT_PROVEN: nothing differs, but the control
-        was not caught or something that was to be varied did not happen."""
+        was not caught, something that was to be varied or compared did not happen, or all cases were skipped."""
         if any(case.status == DIFFERENT for case in self.cases) or (self.against is not None and not self.against.ok):
             return DIFFERS
-        if self.control.status != CAUGHT or any(case.status == NOT_EXERCISED for case in self.cases):
+        if self.control.status != CAUGHT or self.against_refused or not self._identical:
             return NOT_PROVEN
-        return HOLDS
+        return NOT_PROVEN if any(case.status == NOT_EXERCISED for case in self.cases) else HOLDS
+
+    @property
+    def _identical(self) -> list[str]:
+        return [case.name for case in self.cases if case.status == IDENTICAL]
 
     @property
     def ok(self) -> bool:
@@ -84,15 +89,28 @@ class VerifyReport:
             words = f"the contract does not hold: {', '.join(different)} gave other bits"
             if self.facts.invariance == "fast":
                 words += "; invariance=fast does not promise equal ones"
+            if self.against is not None and not self.against.ok:
+                words += "; and transformers gives something else"
         elif self.against is not None and not self.against.ok:
             words = "the contract holds, but transformers gives something else"
         elif self.control.status != CAUGHT:
             words = "nothing is proven: the negative control was not caught"
         elif missing:
             words = f"no difference, but not all was tried: {', '.join(missing)} did not happen"
+        elif not self._identical:
+            words = "nothing is proven: every case was skipped"
         else:
-            number = sum(case.status == IDENTICAL for case in self.cases)
-            words = f"the contract holds: {number} cases are bit for bit the same, and the negative control was caught"
+            number = counted(len(self._identical), "case")
+            words = f"{number} bit for bit the same, and the negative control was caught"
+            if self.facts.invariance == "fast":
+                words = f"nothing differed here, which invariance=fast does not promise: {words}"
+            else:
+                words = f"the contract holds: {words}"
+            if self.against_refused:
+                words += "; but nothing was compared with transformers"
+        skipped = [case.name for case in self.cases if case.status == SKIPPED]
+        if skipped and self._identical:
+            words += f"; skipped: {', '.join(skipped)}"
         return f"{words} ({self.seconds:.0f} s, --seed {self.facts.seed})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +125,7 @@ class VerifyReport:
             "cases": [asdict(case) for case in self.cases],
             "control": asdict(self.control),
             "against": None if self.against is None else self.against.to_dict(),
+            "against_refused": self.against_refused,
         }
 
 
@@ -125,7 +144,11 @@ def render(report: VerifyReport) -> str:
     if report.control.difference is not None:
         parts.append(_fold(f"control, as it should: {report.control.difference}"))
     if report.against is not None:
-        parts.append(_fold(str(report.against)))
+        parts.append("\n".join(map(_fold, report.against.lines())))
+    if report.against_refused:
+        parts.append(_fold(f"against transformers: nothing was compared: {report.against_refused}"))
+    if any(case.status == DIFFERENT for case in report.cases):
+        parts.append(_fold(_next_step(report)))
     parts.append(_fold(report.summary))
     return "\n\n".join(parts)
 
@@ -139,7 +162,7 @@ def _head(facts: VerifyFacts) -> str:
     lines = (
         (
             "model",
-            f"{facts.model} ({facts.architecture}, {facts.dtype}, {facts.num_parameters / 1e6:.0f} M parameters)",
+            f"{facts.model} ({facts.architecture}, {facts.dtype}, {_millions(facts.num_parameters)} M parameters)",
         ),
         (
             "ranks",
@@ -156,6 +179,19 @@ def _head(facts: VerifyFacts) -> str:
         ),
     )
     return "\n".join(_fold(f"{name + ':':<10}{text}", indent=10) for name, text in lines)
+
+
+def _next_step(report: VerifyReport) -> str:
+    kinds = dict.fromkeys(case.name.partition("-")[0] for case in report.cases if case.status == DIFFERENT)
+    names = ",".join("sizes" if kind == "size" else kind for kind in kinds)
+    return (
+        f"to find out more: the same with --seed {report.facts.seed} --cases {names} --trace-layers, which names the "
+        "layer; then on one rank, and on one host at a time"
+    )
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.0f}" if number >= 10e6 else f"{number / 1e6:.2g}"
 
 
 def _row(case: CaseReport) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from epruntime.errors import ConfigError
 from epruntime.launchers.pool import RankPool
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model
-from epruntime.verify.against import compare_with_transformers
+from epruntime.verify.against import check_room, compare_with_transformers
 from epruntime.verify.cases import BATCH, LARGE_BYTES, ROWS, Case, Setting, baseline, control_runs, make_cases
 from epruntime.verify.compare import Comparison, compare, digest
 from epruntime.verify.facts import VerifyFacts, collect_facts
@@ -109,8 +109,11 @@ class _Verification:
         self._began = time.monotonic()
         self._info: ModelInfo = inspect_model(config.model.model, dtype=config.model.dtype)
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-        self._shape = _shape(config, options, self._info)
-        self._requests = self._make_requests(config)
+        if options.against is not None:
+            check_room(self._info)  # now, and not after hours
+        prompts = _prompts_of(config, options)
+        self._shape = _shape(config, options, self._info, prompts)
+        self._requests = self._make_requests(prompts)
         self._config = _fitted(config, self._shape, self._requests)
         self._sizes = options.sizes() or _default_sizes(config, self._info)
         self._reports: list[CaseReport] = []
@@ -166,13 +169,16 @@ class _Verification:
 
     def conclude(self) -> VerifyReport:
         """Everything that needs none, and the report."""
-        against = None
+        against, refused = None, ""
         if self._options.against is not None:
             self._say("transformers: running the whole model in this process")
             assert self._base is not None
-            against = compare_with_transformers(
-                self._config.model.model, self._info, self._requests, self._base.outputs, say=self._say
-            )
+            try:
+                against = compare_with_transformers(
+                    self._config.model.model, self._info, self._requests, self._base.outputs, say=self._say
+                )
+            except ConfigError as error:  # what the cases have given is worth hours
+                refused = str(error)
         assert self._facts is not None
         assert self._control is not None
         return VerifyReport(
@@ -180,6 +186,7 @@ class _Verification:
             cases=tuple(self._reports),
             control=self._control,
             against=against,
+            against_refused=refused,
             seconds=time.monotonic() - self._began,
         )
 
@@ -286,20 +293,22 @@ class _Verification:
         self._reports.append(report)
         self._say(f"{report.name}: {report.status}, {report.seconds:.1f} s")
 
-    def _make_requests(self, config: EngineConfig) -> list[VerifyRequest]:
+    def _make_requests(self, prompts: Sequence[Sequence[int]] | None) -> list[VerifyRequest]:
         shape, vocab_size = self._shape, self._info.vocab_size
-        if self._options.prompts_file is None:
+        if prompts is None:
             prompts = random_prompts(self._options.num_prompts, shape, vocab_size=vocab_size, seed=self._seed)
-        else:
-            prompts = _prompts_of(config, self._options, shape)
-        return make_requests(prompts, shape, vocab_size=vocab_size, seed=self._seed)
+        fitting = [prompt[: shape.longest_prompt] for prompt in prompts]
+        return make_requests(fitting, shape, vocab_size=vocab_size, seed=self._seed)
 
 
-def _shape(config: EngineConfig, options: VerifyConfig, info: ModelInfo) -> Shape:
+def _shape(
+    config: EngineConfig, options: VerifyConfig, info: ModelInfo, prompts: Sequence[Sequence[int]] | None
+) -> Shape:
+    longest = options.max_prompt_tokens
     return shape_of(
         max_model_len=min(config.model.max_model_len or info.max_position_embeddings, info.max_position_embeddings),
         max_tokens=options.max_tokens,
-        max_prompt_tokens=options.max_prompt_tokens,
+        max_prompt_tokens=longest if prompts is None else min(longest, max(map(len, prompts))),
         block_size=config.cache.block_size,
     )
 
@@ -326,20 +335,21 @@ def _default_sizes(config: EngineConfig, info: ModelInfo) -> tuple[int, ...]:
     return tuple(range(1, size + 1))
 
 
-def _prompts_of(config: EngineConfig, options: VerifyConfig, shape: Shape) -> list[list[int]]:
-    """The first lines of the prompts file as token ids, cut to what fits.
+def _prompts_of(config: EngineConfig, options: VerifyConfig) -> list[list[int]] | None:
+    """The first lines of the prompts file as token ids; None: there is no such file.
 
     Raises:
         ConfigError: the file cannot be read or has no line, or there is no tokenizer.
     """
-    assert options.prompts_file is not None
+    if options.prompts_file is None:
+        return None
     try:
         text = Path(options.prompts_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts_file={options.prompts_file!r} cannot be read: {error}") from error
     lines = [line for line in text.splitlines() if line.strip()][: options.num_prompts]
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, required=True, chat_template=None)
-    prompts = [tokenizer.encode(line)[: shape.longest_prompt] for line in lines] if tokenizer is not None else []
+    prompts = [tokenizer.encode(line) for line in lines] if tokenizer is not None else []
     if not prompts or not all(prompts):
         raise ConfigError(f"prompts_file={options.prompts_file!r}: it needs lines that have tokens")
     return prompts

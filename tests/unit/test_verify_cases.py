@@ -43,6 +43,9 @@ def test_shapes_fit(max_model_len: int) -> None:
     if max_model_len >= 8:
         assert shape.longest_prompt > shape.block_size, "no prompt has several KV blocks"
         assert any(len(prompt) % shape.block_size == 0 for prompt in prompts)
+        block = shape.block_size
+        assert prompts[1][:block] == prompts[0][:block] != prompts[2][:block]
+        assert prompts[3][:block] == prompts[0][block : 2 * block] or shape.longest_prompt <= 2 * block
     assert prompts == random_prompts(16, shape, vocab_size=50, seed=3)
     assert prompts != random_prompts(16, shape, vocab_size=50, seed=4)
 
@@ -71,6 +74,10 @@ def test_every_case_is_made_and_those_without_sense_are_skipped() -> None:
     alone = {case.name: case for case in make_cases(_setting(1, sizes=(1,)), tuple(CASES))}
     assert [name for name, case in alone.items() if case.skipped] == ["ranks", "placement", "sizes"]
     assert alone["replicas"].runs
+    small = make_cases(_setting(1, max_model_len=2), tuple(CASES))
+    assert [case.name for case in small if case.skipped] == [
+        "rows", "chunks", "prefix", "pipeline", "ranks", "placement",
+    ]  # fmt: skip
 
 
 def test_requests_stay_on_their_rank_but_where_ranks_vary() -> None:
