@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epruntime.cli.main import make_parser
-from epruntime.models.conformance import COVERED, SINCE
+from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.testing.reference_docs import expected
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,13 @@ def test_links_and_paths_exist(page: Path) -> None:
     # paths named in code spans
     for path in re.findall(r"`((?:epruntime|csrc|tests|examples|benchmarks|docs|launch)/[\w./-]+?)/?`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize(("file", "heading"), [("README.md", "## Limits"), ("README.zh-CN.md", "## 局限")])
+def test_what_is_served_in_part_is_a_limit(file: str, heading: str) -> None:
+    _, _, after = (ROOT / file).read_text(encoding="utf-8").partition(f"\n{heading}\n")
+    limits, _, _ = after.partition("\n## ")
+    assert all(f"`{model_type}`" in limits for model_type in PARTLY)
 
 
 def test_the_two_readmes_have_the_same_shape() -> None:
