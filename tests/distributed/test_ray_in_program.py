@@ -154,7 +154,7 @@ def test_a_group_without_room_is_told_with_what_is_free_and_asked(make_group):
         assert state(small) == state(half_taken) == "CREATED"
 
         waits = placement_group([{"CPU": 1}] * 2)  # the CPU that is left is one
-        with pytest.raises(LaunchError, match=r"not ready within 2 s: its state is PENDING.*'CPU': 1"):
+        with pytest.raises(LaunchError, match=r"no room within 2 s: .* its state is PENDING.*'CPU': 1"):
             await start(1, placement_group=waits, start_timeout_s=2)
         remove_placement_group(waits)
         with pytest.raises(LaunchError, match="was removed"):
