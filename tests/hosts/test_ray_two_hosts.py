@@ -104,7 +104,7 @@ def test_a_job_serves_what_one_process_computes_and_drains(site):
     assert busy.wait_end(PATIENCE_S) == full.wait_end(PATIENCE_S) == 1
     assert "50051" in busy.text
     assert "in use" in busy.text
-    for words in ("no room for 2 ranks of 1 CPU each within 3 s", "host-a", "host-b", "CPU 0 free of 1"):
+    for words in ("no room within 3 s: asked for 2 ranks of 1 CPU each", "host-a", "host-b", "CPU 0 free of 1"):
         assert words in full.text
 
     # `ray job stop` lets the running request end, and leaves nothing
