@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ class Checkpoint:
         raw_config: config.json as it is.
         tensors: by name.
         header_bytes: bytes read of headers and index.
+        unlisted: tensors that the files hold and the index does not name.
     """
 
     path: Path
     raw_config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     header_bytes: int
+    unlisted: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -48,6 +51,16 @@ class Checkpoint:
             if tensor.dtype.is_floating_point:
                 count[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
         return count.most_common(1)[0][0] if count else torch.float32
+
+    def refuse_unlisted(self, ignored: Collection[str] = ()) -> None:
+        """Refuses tensors that the index does not name, but for those that are no part of the model.
+
+        Raises:
+            CheckpointError: there are others.
+        """
+        wrong = sorted(set(self.unlisted).difference(ignored))
+        if wrong:
+            raise _disagreement(self.path, wrong)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,7 +124,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def open_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
-    """Reads and checks the headers of all files of a checkpoint.
+    """Reads and checks the headers of all files of a checkpoint. What is `unlisted` is left to who knows the model.
 
     Raises:
         CheckpointError: damaged, incomplete or ambiguous. UnsupportedModelError: pickle files, unknown dtypes.
@@ -128,22 +141,26 @@ def open_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
         header_bytes += file.stat().st_size - sum(e.num_bytes for e in entries.values())
     if (path / _INDEX).is_file():
         header_bytes += (path / _INDEX).stat().st_size
-        _check_index(path, tensors)
-    return Checkpoint(path=path, raw_config=raw_config, tensors=tensors, header_bytes=header_bytes)
+        unlisted = _check_index(path, tensors)
+    else:
+        unlisted = ()
+    return Checkpoint(path=path, raw_config=raw_config, tensors=tensors, header_bytes=header_bytes, unlisted=unlisted)
 
 
-def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
+def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> tuple[str, ...]:
+    """Every tensor that the index names is in the file that it names. Returns those that it does not name."""
     weight_map = read_json(path / _INDEX)["weight_map"]
-    wrong = sorted(
-        name
-        for name in weight_map.keys() | tensors.keys()
-        if name not in tensors or weight_map.get(name) != tensors[name].file.name
-    )
+    wrong = sorted(n for n, file in weight_map.items() if n not in tensors or file != tensors[n].file.name)
     if wrong:
-        raise CheckpointError(
-            f"{path}: the index and the files disagree about {len(wrong)} tensors: "
-            f"{', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''}"
-        )
+        raise _disagreement(path, wrong)
+    return tuple(sorted(tensors.keys() - weight_map.keys()))
+
+
+def _disagreement(path: Path, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the index and the files disagree about {len(names)} tensors: "
+        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    )
 
 
 def split_rows(checkpoint: Checkpoint, endings: dict[str, str], parts: int) -> Checkpoint:
@@ -171,4 +188,19 @@ def split_rows(checkpoint: Checkpoint, endings: dict[str, str], parts: int) -> C
             tensors[part_name] = replace(
                 entry, name=part_name, shape=shape, offset=entry.offset + part * size, num_bytes=size
             )
+    return replace(checkpoint, tensors=tensors)
+
+
+def first_rows(checkpoint: Checkpoint, endings: dict[str, tuple[int, int]]) -> Checkpoint:
+    """Tensors of which the first rows alone are used, without the others.
+
+    Args:
+        endings: ending of a tensor's name -> (rows that it has, rows that are used). One of another size stays as it
+            is, for the check of shapes.
+    """
+    tensors = dict(checkpoint.tensors)
+    for name, entry in checkpoint.tensors.items():
+        rows, used = next((sizes for ending, sizes in endings.items() if name.endswith(ending)), (0, 0))
+        if rows and entry.shape[:1] == (rows,):
+            tensors[name] = replace(entry, shape=(used, *entry.shape[1:]), num_bytes=entry.num_bytes // rows * used)
     return replace(checkpoint, tensors=tensors)

@@ -18,7 +18,7 @@ import torch
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter, families, refusal, rope
 from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
-from epruntime.models.checkpoint import Checkpoint, open_checkpoint, read_raw_config, split_rows
+from epruntime.models.checkpoint import Checkpoint, first_rows, open_checkpoint, read_raw_config, split_rows
 from epruntime.models.conversions import Conversions
 from epruntime.models.generation_config import read_generation_config
 from epruntime.models.info import KVLayerInfo, ModelInfo, RopeLengths
@@ -164,12 +164,14 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     model = adapter.build_meta_model(config, torch_dtype)
     structure = _examine(model, config, where=str(path))
     refusal.check_covered(config.model_type, structure.features)
+    refusal.check_embeddings(path, model, config)
     experts, probe = structure.experts, structure.probe
     num_experts = max(_num_experts(module) for module in experts.values())
     refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
     layout = families.layout_of(model)
     if layout.split:
         checkpoint = split_rows(checkpoint, layout.split, layout.num_experts)
+    checkpoint = first_rows(checkpoint, layout.padded)
     generation = read_generation_config(path)
     shared_bytes, expert_bytes = _memory(model, experts)
     info = ModelInfo(
@@ -268,6 +270,7 @@ def load_model(
     drawn.conversions.tie(plan.missing)
     drawn.conversions.compute_buffers()
     _check_all_real(model)
+    refusal.check_expert_table(Path(path), model, drawn.info.num_experts)
 
     state = StepState(stamps=moe.context.stamps)
     modules = dict(model.named_modules())

@@ -39,6 +39,8 @@ _NO_EFFECT = frozenset(
         "position_embeddings",
     }
 )
+#: Stands in a feature's name between features that a model cannot be told apart by: a test of either one covers it.
+OR = " or "
 _PROBE_TOKENS = 5
 _FAR = 1 << 31
 #: Registered functions are global to the process.
@@ -47,7 +49,10 @@ _ONE_PROBE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which keys a query at position p sees: max(start)..p, start = 0 | p-window+1 | (p//chunk)*chunk. 0: none."""
+    """Which keys a query at position p sees: max(start)..p, start = 0 | p-window+1 | (p//chunk)*chunk. 0: none.
+
+    A window of 1 and chunks of 1 are the same: window=1.
+    """
 
     window: int = 0
     chunk: int = 0
@@ -357,8 +362,10 @@ def features_of(probe: Probe) -> frozenset[str]:
     """Features of attention that a conformance test must cover, by name."""
     found = set()
     for call in probe.attention:
-        view = dataclasses.asdict(call.visibility)
-        found |= {name for name, size in view.items() if size}
+        if call.visibility == Visibility(window=1):
+            found.add(f"window{OR}chunk")
+        else:
+            found |= {name for name, size in dataclasses.asdict(call.visibility).items() if size}
         if call.sinks:
             found.add("sinks")
         if call.sparse:

@@ -10,6 +10,7 @@ import torch
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, PARTLY, SINCE
+from epruntime.models.probe import OR
 
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
 _OWN_EXPERTS = "its experts do not go through transformers' experts interface"
@@ -81,7 +82,8 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
     if architecture is None:
         raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
     named = raw.get("architectures")
-    if isinstance(named, list) and named and architecture not in named:
+    # published checkpoints and transformers differ in case: PhiMoEForCausalLM, PhimoeForCausalLM
+    if isinstance(named, list) and named and architecture.lower() not in [str(name).lower() for name in named]:
         raise UnsupportedModelError(
             f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as {architecture} only"
         )
@@ -129,6 +131,41 @@ def check_num_experts(path: Path, num_experts: int, num_elements: int) -> None:
         )
 
 
+def check_embeddings(path: Path, model: torch.nn.Module, config: Any) -> None:
+    """Refuses a table with fewer rows than there are token ids: a covered model looks up all its tables by them.
+
+    Raises:
+        CheckpointError: a token id would end the engine.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings < config.vocab_size:
+            rows = module.num_embeddings
+            fields = sorted(f for f, value in config.to_dict().items() if "vocab_size" in f and value == rows)
+            raise CheckpointError(
+                f"{path}: config.json says vocab_size={config.vocab_size}, but {name} has rows for {rows} token ids"
+                f"{''.join(f' ({field}={rows})' for field in fields)}: other ids would have no embedding; config.json "
+                "is damaged, or belongs to other files"
+            )
+
+
+def check_expert_table(path: Path, model: torch.nn.Module, num_experts: int) -> None:
+    """Refuses a table of experts by token id (`tid2eid`) that names experts which no layer has. Weights are loaded.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    for name, table_VK in model.named_buffers():
+        if not name.endswith("tid2eid"):
+            continue
+        wrong = ((table_VK < 0) | (table_VK >= num_experts)).nonzero()
+        if len(wrong):
+            token, choice = wrong[0].tolist()
+            raise CheckpointError(
+                f"{path}: {name} sends token id {token} to expert {int(table_VK[token, choice])}; a layer has experts "
+                f"0 to {num_experts - 1}. The file is damaged: fetch it anew"
+            )
+
+
 def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, torch.nn.Module]) -> None:
     """Refuses dense models, and models with experts of their own kind."""
     if experts:
@@ -136,6 +173,11 @@ def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, to
     name = type(model).__name__
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if any((getattr(config, count, None) or 0) > 1 for count in counts):
+        if config.model_type in COVERED:  # whose experts are known to go through the interface
+            raise UnsupportedModelError(
+                f"{name}: config.json puts experts in no layer, and Mixture-of-Experts models are served; look at its "
+                "fields that say which layers have experts"
+            )
         raise UnsupportedModelError(f"{name}: {_OWN_EXPERTS}, or its configuration puts experts in no layer")
     raise UnsupportedModelError(
         f"{name} has no routed experts: it is a dense model, and Mixture-of-Experts models are "
@@ -169,6 +211,6 @@ def check_covered(model_type: str, features: frozenset[str]) -> None:
             f"{model_type}: no conformance test covers this model type, so its tokens could "
             f"not be vouched for. Covered: {', '.join(sorted(COVERED))}"
         )
-    unknown = sorted(features - COVERED[model_type])
+    unknown = sorted(f for f in features if COVERED[model_type].isdisjoint(f.split(OR)))
     if unknown:
         raise UnsupportedModelError(f"{model_type}: no conformance test covers it with {', '.join(unknown)}")

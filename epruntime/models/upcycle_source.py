@@ -72,7 +72,9 @@ class SafetensorsSource(DenseSource):
     kind = "safetensors"
 
     def __init__(self, directory: Path) -> None:
-        self._entries: dict[str, TensorEntry] = open_checkpoint(directory, {}).tensors
+        checkpoint = open_checkpoint(directory, {})
+        checkpoint.refuse_unlisted()
+        self._entries: dict[str, TensorEntry] = checkpoint.tensors
         self._files: dict[Path, int] = {}
         for name, entry in self._entries.items():
             if entry.dtype not in _DTYPES:

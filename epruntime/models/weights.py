@@ -225,6 +225,7 @@ class WeightPlan:
             self._check_kind(self._checkpoint.tensors[key], place.target)
             group = groups.setdefault(place.target, _Group(target=place.target, outputs=place.outputs))
             group.by_pattern.setdefault(place.pattern, []).append(self._checkpoint.tensors[key])
+        self._checkpoint.refuse_unlisted(ignored)
         if extra:
             raise CheckpointError(
                 f"{self._checkpoint.path}: {len(extra)} tensors have no place in the model that "

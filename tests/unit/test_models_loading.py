@@ -101,6 +101,40 @@ def test_already_fused_checkpoint(model_type: str, tmp_path: Path) -> None:
     _check_equal(tmp_path, (4, 5, 5, 4, 6), torch.float32)
 
 
+@pytest.mark.parametrize("zero_experts", [4, 0])
+def test_longcat_in_the_layout_of_the_library(zero_experts: int, tmp_path: Path) -> None:
+    """The library's own layout has rows for experts that are the identity, too."""
+    _, model = tiny_models.build("longcat_flash", zero_expert_num=zero_experts)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shape = file.get_slice("model.layers.0.mlp.experts.gate_up_proj").get_shape()
+    assert shape[0] == 8 + zero_experts
+    _check_equal(tmp_path, (0, 7), torch.float32)
+    _check_equal(tmp_path, (4, 5, 5, 4, 6), torch.bfloat16)
+
+
+def test_a_tensor_that_no_model_has_and_no_index_lists(tmp_path: Path) -> None:
+    """What a single file may hold beside the model, a shard may hold too; whatever else the index leaves out, not."""
+    _, model = tiny_models.build("mixtral")
+    tiny_models.save(model, tmp_path, max_shard_size="100KB")
+    shard = min(tmp_path.glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(shard)
+    stray = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    safetensors.torch.save_file({**tensors, stray: torch.ones(8)}, shard, metadata={"format": "pt"})
+    _check_equal(tmp_path, (3, 4), torch.float32)
+    assert load_model(tmp_path, dtype="auto", moe=Holder((0,))).load_report.ignored == (stray,)
+    safetensors.torch.save_file({**tensors, "model.lora_a": torch.ones(8)}, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"disagree about 1 tensors: model\.lora_a"):
+        inspect_model(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    del data["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(data))
+    safetensors.torch.save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"disagree about 1 tensors: model\.norm\.weight"):
+        inspect_model(tmp_path)
+
+
 def _write_architectures(path: Path, name: str) -> None:
     data = json.loads((path / "config.json").read_text())
     data["architectures"] = [name]

@@ -9,7 +9,7 @@ import torch
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter
-from epruntime.models.probe import Visibility, first_visible, run_probe, visibility_of
+from epruntime.models.probe import Visibility, features_of, first_visible, run_probe, visibility_of
 from epruntime.models.small_config import small_config
 
 
@@ -59,6 +59,15 @@ def test_windows_that_only_the_mask_knows() -> None:
     assert [c.visibility for c in _probe("qwen2_moe", **overrides).attention] == expected
     assert {c.visibility for c in _probe("phimoe", sliding_window=5).attention} == {Visibility(window=5)}
     assert {c.visibility for c in _probe("qwen2_moe").attention} == {Visibility()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "name"),
+    [("llama4_text", "attention_chunk_size", "chunk"), ("phimoe", "sliding_window", "window")],
+)
+def test_a_window_of_one_key_is_a_feature_of_either_name(model_type: str, field: str, name: str) -> None:
+    assert features_of(_probe(model_type, **{field: 2})) == {name}
+    assert features_of(_probe(model_type, **{field: 1})) == {"window or chunk"}
 
 
 def test_sinks_latents_and_top_k() -> None:

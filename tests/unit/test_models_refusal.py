@@ -49,6 +49,11 @@ def _tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> N
     safetensors.torch.save_file(tensors, file)
 
 
+def _names(path: Path, ending: str) -> list[str]:
+    with safe_open(path / "model.safetensors", "pt") as source:
+        return [name for name in source.keys() if name.endswith(ending)]  # noqa: SIM118
+
+
 def _refused(path: Path, kind: type[EPRuntimeError], *words: str) -> None:
     for call in (lambda: inspect_model(path), lambda: load_model(path, dtype="auto", moe=local_runtime())):
         with pytest.raises(kind) as caught:
@@ -114,6 +119,46 @@ def test_sizes_that_cannot_be(
 ) -> None:
     _config(copy, **changes)
     _refused(copy, kind, *words)
+
+
+def test_an_architecture_in_another_case_is_the_same(tmp_path: Path) -> None:
+    """Phi-3.5-MoE is published as PhiMoEForCausalLM; transformers writes PhimoeForCausalLM."""
+    _, model = tiny_models.build("phimoe", num_hidden_layers=1)
+    tiny_models.save(model, tmp_path)
+    _config(tmp_path, architectures=["PhiMoEForCausalLM"])
+    assert inspect_model(tmp_path).architecture == "PhimoeForCausalLM"
+    _config(tmp_path, architectures=["PhiMoEForSequenceClassification"])
+    _refused(tmp_path, UnsupportedModelError, "PhiMoEForSequenceClassification", "PhimoeForCausalLM only")
+
+
+def test_a_table_smaller_than_the_vocabulary(tmp_path: Path) -> None:
+    _, model = tiny_models.build("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=100)
+    tiny_models.save(model, tmp_path)
+    _refused(tmp_path, CheckpointError, "vocab_size=128", "embed_tokens_per_layer", "vocab_size_per_layer_input=100")
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_a_token_that_is_sent_to_no_expert(expert: int, tmp_path: Path) -> None:
+    _, model = tiny_models.build("deepseek_v4")
+    tiny_models.save(model, tmp_path)
+    (name,) = _names(tmp_path, "tid2eid")
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][110, 1] = expert
+
+    load_model(tmp_path, dtype="auto", moe=local_runtime())
+    _tensors(tmp_path, damage)
+    with pytest.raises(CheckpointError, match=rf"tid2eid sends token id 110 to expert {expert}; .* 0 to 7"):
+        load_model(tmp_path, dtype="auto", moe=local_runtime())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"), [("llama4_text", {"moe_layers": []}), ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]})]
+)
+def test_experts_in_no_layer(model_type: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    _, model = tiny_models.build(model_type, **overrides)
+    tiny_models.save(model, tmp_path)
+    _refused(tmp_path, UnsupportedModelError, f"{type(model).__name__}: config.json puts experts in no layer")
 
 
 @pytest.mark.parametrize("eos", ["</s>", [[2]], [2, "</s>"], {"a": 1}])

@@ -20,10 +20,12 @@ class Layout:
         split: ending of a checkpoint name -> the ending it is given per expert ("*" for its number): the tensor holds
             all experts' rows one after another in its first dimension.
         num_experts: parts that such a tensor is split into.
+        padded: ending of a checkpoint name -> (rows, rows that are used, the first ones) of its first dimension.
         unused: is this checkpoint tensor no part of the model?
     """
 
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
     split: dict[str, str] = field(default_factory=dict)
     num_experts: int = 0
+    padded: dict[str, tuple[int, int]] = field(default_factory=dict)
     unused: Callable[[str], bool] = _never

@@ -35,6 +35,8 @@ def _moe_forward(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def adapt(model: Any) -> Layout:
+    if not model.config.moe_layers:
+        return Layout()  # a model with experts in no layer is refused where those of all families are
     for name, old in modules_of(model, "Llama4TextExperts"):
         model.set_submodule(name, InterfaceExperts(old.gate_up_proj, old.down_proj, old.act_fn, transposed=True))
     for _, block in modules_of(model, "Llama4TextMoe"):

@@ -28,8 +28,12 @@ class _WithIdentities(InterfaceExperts):
 
 
 def adapt(model: Any) -> Layout:
-    """transformers keeps a gate and up projection for identity experts, too, which nothing reads: it is left out."""
+    """transformers keeps a gate and up projection for identity experts, too, which nothing reads: it is left out.
+
+    Published checkpoints hold a tensor per expert; the library's own layout holds those of all in one (`padded`).
+    """
     num_experts = int(model.config.n_routed_experts)
+    rows = num_experts + int(model.config.zero_expert_num or 0)
     for name, old in modules_of(model, "LongcatFlashExperts"):
         gate_up = parameter(old.gate_up_proj, num_experts, *old.gate_up_proj.shape[1:])
         model.set_submodule(name, _WithIdentities(gate_up, old.down_proj, old.act_fn))
@@ -38,4 +42,4 @@ def adapt(model: Any) -> Layout:
         match = _EXPERT.search(key)
         return match is not None and int(match[1]) >= num_experts
 
-    return Layout(unused=unused)
+    return Layout(unused=unused, padded={".mlp.experts.gate_up_proj": (rows, num_experts)})
