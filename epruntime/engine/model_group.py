@@ -18,6 +18,8 @@ from epruntime.moe.placement import placement_for
 logger = logging.getLogger("epruntime.engine.model_group")
 
 _UNLOAD_TIMEOUT_S = 60.0
+#: Index heads from which on scores of exactly zero are rare (docs/models.md).
+_STEADY_INDEX_HEADS = 16
 
 
 class ModelGroup:
@@ -56,6 +58,14 @@ class ModelGroup:
                 idle,
                 len(ranks),
                 self.info["num_experts"],
+            )
+        if 0 < self.info["index_heads"] < _STEADY_INDEX_HEADS:
+            logger.warning(
+                "index_n_heads=%d of this model's config.json is fewer than %d: scores of exactly zero are frequent, "
+                "and which of those keys are attended to differs from transformers' choice, here the earliest "
+                "(docs/models.md, 'Attention that selects keys')",
+                self.info["index_heads"],
+                _STEADY_INDEX_HEADS,
             )
 
     @classmethod

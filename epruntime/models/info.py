@@ -79,6 +79,7 @@ class ModelInfo:
         shared_bytes: of the parameters that every rank holds, as they are kept in memory.
         expert_bytes: (number of experts, bytes of one) of each MoE layer.
         rope: how keys depend on the length of their sequence.
+        index_heads: of the indexers that select the keys which layers attend to; 0: there are none.
     """
 
     architecture: str
@@ -100,6 +101,7 @@ class ModelInfo:
     shared_bytes: int = 0
     expert_bytes: tuple[tuple[int, int], ...] = ()
     rope: RopeLengths = LENGTH_HAS_NO_EFFECT
+    index_heads: int = 0
 
     @property
     def dtype_bytes(self) -> int:

@@ -194,6 +194,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         shared_bytes=shared_bytes,
         expert_bytes=expert_bytes,
         rope=structure.rope,
+        index_heads=int(config.index_n_heads) if "sparse" in structure.features else 0,
     )
     return _Blueprint(
         checkpoint=checkpoint,

@@ -44,7 +44,7 @@ _BASE: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "qk_head_dim": 24,
-    "index_n_heads": 8,
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "index_topk": 8,
     "first_k_dense_replace": 1,

@@ -13,7 +13,7 @@ from epruntime.engine.model_group import ModelGroup
 from epruntime.errors import CheckpointError, ProtocolError, RankLostError
 from epruntime.moe.placement import placement_for
 
-INFO = {"vocab_size": 8, "num_experts": 6, "expert_bytes": [[6, 100], [4, 100], [6, 100]]}
+INFO = {"vocab_size": 8, "num_experts": 6, "expert_bytes": [[6, 100], [4, 100], [6, 100]], "index_heads": 0}
 LOADED = {
     "info": INFO, "max_model_len": 16, "experts_backend": "reference", "num_kv_blocks": 4, "load_report": {},
     "placements": {str(experts): placement_for(experts, 2).fingerprint for experts in (4, 6)},
@@ -74,6 +74,13 @@ def test_ranks_without_experts_are_warned_about(caplog: pytest.LogCaptureFixture
     pool = FakePool(*(FakeRank(i, {**LOADED, "load_report": {"local_experts": 1 - i}}) for i in (0, 1)))
     _load(pool)
     assert "1 of 2 ranks own no experts" in caplog.text
+
+
+@pytest.mark.parametrize(("heads", "warned"), [(0, False), (1, True), (15, True), (16, False)])
+def test_few_index_heads_are_warned_about_once(heads: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = {**LOADED, "info": {**INFO, "index_heads": heads}}
+    _load(FakePool(FakeRank(0, loaded), FakeRank(1, loaded)))
+    assert caplog.text.count(f"index_n_heads={heads} ") == warned
 
 
 def _placed(**options: Any) -> dict[str, Any]:
