@@ -1,4 +1,4 @@
-"""What invariance=strict costs: processor time of a decode step and of a prefill, strict and fast side by side.
+"""What invariance=strict costs: processor time of a decode step and of a prefill, side by side with what it replaces.
 
     python benchmarks/bench_invariance.py MODEL --ep 1 2 --dtype bfloat16 float32
 
@@ -19,7 +19,12 @@ import torch
 
 from epruntime import LLM, SamplingParams
 
-MODES = ("strict", "fast")
+#: `fast` computes experts with the same kernels; `torch` is fast with torch's own grouped product for them.
+MODES: dict[str, dict[str, str]] = {
+    "strict": {"invariance": "strict"},
+    "fast": {"invariance": "fast"},
+    "torch": {"invariance": "fast", "experts_backend": "grouped_mm"},
+}
 
 
 def children() -> set[int]:
@@ -46,7 +51,7 @@ class Measurement:
         self.llm = LLM(
             args.model,
             expert_parallel_size=size,
-            invariance=mode,
+            **MODES[mode],
             dtype=dtype,
             threads_per_rank=args.threads,
             max_model_len=1024,
@@ -86,7 +91,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps of a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--label", default="", help="in front of the mode's name")
     args = parser.parse_args()
     print(
         f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {args.threads} thread per rank, "
@@ -107,7 +111,7 @@ def main() -> None:
                     entry.round(number)
             for entry in measured:
                 times = " | ".join(f"{value:.1f}" for value in entry.best.values())
-                print(f"| {dtype} | {size} | {args.label}{entry.mode} | {times} |", flush=True)
+                print(f"| {dtype} | {size} | {entry.mode} | {times} |", flush=True)
                 entry.llm.shutdown()
 
 

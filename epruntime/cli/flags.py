@@ -54,7 +54,7 @@ def add_engine(parser: CommandParser, *, skip: tuple[str, ...] = (), server: boo
     parser.hints = vllm_flags.words(parser, server=server)
     if not server:
         said = vllm_flags.starts_no_server(parser)
-        parser.hints |= {flag: f"{flag} is a flag of `serve`: {said}" for flag in _of_serve()}
+        parser.hints |= {flag: f"{flag} is a flag of `serve`: {said}" for flag in _of_serve(skip)}
 
 
 def add_sampling(parser: Parser, *, defaults: Mapping[str, Any] | None = None, skip: tuple[str, ...] = ()) -> None:
@@ -121,10 +121,11 @@ def attribute_docs(kind: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in (entry.split(": ", 1) for entry in entries)}
 
 
-def _of_serve() -> list[str]:
+def _of_serve(skip: tuple[str, ...]) -> list[str]:
+    """Flags of a server; `launcher` is skipped only where the program is one of a launcher."""
     parser = CommandParser(add_help=False)
     for kind in (*EngineConfig.SECTIONS.values(), ServeConfig):
-        add_config(parser, kind)
+        add_config(parser, kind, skip=("launcher", "ray_address") if "launcher" in skip else ())
     vllm_flags.add_aliases(parser, server=True)
     return list(parser._option_string_actions)
 

@@ -1,14 +1,15 @@
-"""The command line of the programs in launch/: that of `epruntime serve`, with a launcher already chosen."""
+"""The command line of the programs in launch/: that of `epruntime serve`, or of `verify`, with a launcher already
+chosen."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from epruntime.cli import main, serve
+from epruntime.cli import main, serve, verify
 from epruntime.cli.parser import CommandParser
 
 
@@ -35,8 +36,23 @@ def serve_main(
     return main.run(parser, argv)
 
 
+def verify_main(
+    argv: Sequence[str] | None = None, *, launcher: str, description: str, defaults: Mapping[str, Any] | None = None
+) -> int:
+    """As `serve_main`, for `epruntime verify`."""
+    parser = make_parser(
+        launcher=launcher, description=description, defaults=defaults, skip=("ray_address",), add_flags=verify.add_flags
+    )
+    return main.run(parser, argv)
+
+
 def make_parser(
-    *, launcher: str, description: str, defaults: Mapping[str, Any] | None = None, skip: tuple[str, ...] = ()
+    *,
+    launcher: str,
+    description: str,
+    defaults: Mapping[str, Any] | None = None,
+    skip: tuple[str, ...] = (),
+    add_flags: Callable[..., None] = serve.add_flags,
 ) -> CommandParser:
     parser = CommandParser(
         prog=Path(sys.argv[0]).name, usage="%(prog)s [OPTIONS] MODEL", description=description,
@@ -46,6 +62,6 @@ def make_parser(
     help_text = "directory of a transformers MoE checkpoint (config.json, *.safetensors)"
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=help_text)
     model.add_argument("--model", dest="model", metavar="MODEL", default=argparse.SUPPRESS, help="the same as a flag")
-    serve.add_flags(parser, skip=("model", "launcher", *skip))
+    add_flags(parser, skip=("model", "launcher", *skip))
     parser.set_defaults(launcher=launcher, **(defaults or {}))
     return parser

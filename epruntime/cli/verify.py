@@ -10,6 +10,7 @@ from typing import Any
 
 from epruntime.cli import flags
 from epruntime.cli.hints import in_words
+from epruntime.cli.parser import CommandParser
 from epruntime.config.verify import VerifyConfig
 from epruntime.errors import CheckpointError, ConfigError, EPRuntimeError, UnsupportedModelError
 
@@ -23,6 +24,8 @@ model or settings that are refused; 3 if nothing differs, but the control was no
 4 if ranks did not start or were lost."""
 
 _WRONG_USAGE, _NO_RANKS = 2, 4
+#: fields of the engine that make no sense here
+_OF_SERVERS = ("served_model_name", "generation_config", "chat_template", "restart", "max_restarts")
 _REFUSED = (ConfigError, UnsupportedModelError, CheckpointError)
 
 
@@ -31,15 +34,18 @@ def add_parser(commands: Any) -> None:
         "verify", help="check that results do not depend on batch, ranks or settings", description=_DESCRIPTION,
         usage="%(prog)s [OPTIONS] MODEL", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    add_flags(parser)
+
+
+def add_flags(parser: CommandParser, *, skip: tuple[str, ...] = ()) -> None:
+    """All flags but those of the fields in `skip`, and the command that they are of."""
     output = parser.add_argument_group("output")
     output.add_argument(
         "--format", choices=("table", "json"), default="table", help="on standard output (default: table)"
     )
     output.add_argument("--json", metavar="FILE", dest="json_file", help="also write the report to a file, as JSON")
     flags.add_config(parser, VerifyConfig)
-    flags.add_engine(
-        parser, skip=("served_model_name", "generation_config", "chat_template", "restart", "max_restarts")
-    )
+    flags.add_engine(parser, skip=(*_OF_SERVERS, *skip))
     parser.set_defaults(run=run, parser=parser)
 
 

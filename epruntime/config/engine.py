@@ -99,7 +99,7 @@ class ParallelConfig:
     )
     launcher: str = option(
         "local",
-        "what starts the ranks; torchrun: only in a program that torchrun starts, see launch/torchrun_serve.py",
+        "what starts the ranks; torchrun: only in a program that torchrun starts, as launch/torchrun_serve.py is",
         choices=("local", "ray", "torchrun"),
     )
     ray_address: str | None = option(

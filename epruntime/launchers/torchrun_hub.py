@@ -329,6 +329,7 @@ def this_hub() -> SupervisorHub:
     if _hub is None:
         raise ConfigError(
             "launcher='torchrun' works in a coordinator under torchrun only: `torchrun ... launch/torchrun_serve.py "
-            "MODEL`, or a program of your own that calls epruntime.launchers.torchrun.run_coordinator(main)"
+            "MODEL` serves, launch/torchrun_verify.py checks; or a program of your own that calls "
+            "epruntime.launchers.torchrun.run_coordinator(main)"
         )
     return _hub

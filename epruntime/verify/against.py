@@ -35,7 +35,8 @@ from epruntime.worker.memory import free_memory_bytes
 #: how many times as far from the referee as transformers epruntime may lie, quantile by quantile.
 FACTOR = 2.0
 #: in bfloat16, of N positions, it is this + that / sqrt(N) if that is less: rounding hides a fault there, and only many
-#: positions show it. Of 2,000 positions of 51 tiny models the ratio was 0.8 to 1.2 (benchmarks/results/against.md).
+#: positions show it. Of 760 positions of each of 51 tiny models the ratio was 0.80 to 1.15
+#: (benchmarks/results/against.md).
 _FACTOR_MANY, _FACTOR_FEW = 1.25, 6.0
 #: the same for the largest error of all, in float32: one position says little about the next one.
 FACTOR_LARGEST = 4.0

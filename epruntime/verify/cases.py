@@ -136,7 +136,8 @@ def _crowd(setting: Setting) -> tuple[Submission, ...]:
 def _batch(s: Setting) -> list[Case]:
     def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
         largest, decodes = max(runs[0].rows), max(runs[0].decode_rows, default=0)
-        met = largest > s.shape.longest_prompt and (decodes > s.size or s.shape.max_tokens == 1)
+        together = decodes > s.size or runs[0].counters["mixed_steps"] > 0 or s.shape.max_tokens == 1
+        met = largest > s.shape.longest_prompt and together
         counters = {"requests": len(runs[0].outputs), "largest step": largest, "largest decode step": decodes}
         return Proof(counters=counters, missing="" if met else "no step had rows of several requests")
 

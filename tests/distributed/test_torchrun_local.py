@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -25,7 +26,8 @@ from epruntime.testing.torchrun_job import TorchrunJob
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
-SERVE, EXAMPLE = str(ROOT / "launch/torchrun_serve.py"), str(ROOT / "examples/multi_node/torchrun_generate.py")
+SERVE, VERIFY = str(ROOT / "launch/torchrun_serve.py"), str(ROOT / "launch/torchrun_verify.py")
+EXAMPLE = str(ROOT / "examples/multi_node/torchrun_generate.py")
 PROMPT, COUNT, LONG = [5, 17, 99, 3], 6, 450
 GREEDY = {"temperature": 0, "ignore_eos": True}
 START_S, END_S = 90.0, PATIENCE_S
@@ -129,6 +131,22 @@ def test_a_program_of_ones_own_and_spare_workers(model):
         assert job.wait(START_S) == 0, job.output
     assert f"{PROMPT} -> {expected}" in job.output
     assert job.output.count("-> [") == 1  # one process ran it
+
+
+@pytest.mark.parametrize(("more", "code"), [([], 0), (["--cases", "nothing"], 2)])
+def test_verify_on_the_workers(model, tmp_path, more, code):
+    report = tmp_path / "report.json"
+    flags = ["--num-prompts", "2", "--max-tokens", "2", "--cases", "batch,ranks", "--json", str(report), *more]
+    with TorchrunJob(STANDALONE, [VERIFY, model[0], *flags]) as job:
+        assert (job.wait(START_S) == 0) == (code == 0)
+    if code:
+        assert "there is no 'nothing'" in job.output
+        assert f"exitcode  : {code}" in job.output
+        return
+    found = json.loads(report.read_text())
+    assert (found["exit_code"], found["facts"]["launcher"], len(found["facts"]["hosts"])) == (0, "torchrun", 1)
+    assert [case["status"] for case in found["cases"]] == ["baseline", "identical", "identical"]
+    assert job.output.count("the contract holds: 2 cases") == 1
 
 
 PROGRAM = """
