@@ -2,7 +2,8 @@
 
 Each case makes a tiny random model, runs requests of mixed parameters each alone on one rank, and then the same in
 other company, on 1 to 4 ranks, with one compute thread or two. `make test` runs a case of each group of families,
-`make test-all` every type in fp32 and bf16, half of these with round dimensions and half with odd ones.
+`make test-all` every type in fp32 and bf16, half of these with round dimensions and half with odd ones, and on four
+ranks in bf16.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def test_same_bits_in_any_company(model_type: str, dtype: str, shape: str, ranks
     expected = run(path, ranks, ALONE, requests, compared=COMPARED, dtype=dtype)
     assert expected.happened["experts_at_work"] > 2
     differences = []
-    for setting in SETTINGS:
+    short = (model_type, dtype, shape) not in SLICE and dtype == "float32"
+    for setting in SETTINGS[:-1] if short else SETTINGS:
         found = run(path, ranks, setting, requests, compared=COMPARED, dtype=dtype)
         if (difference := first_difference(found.answers, expected.answers)) is not None:
             differences.append(f"{setting.name}: {difference}")
