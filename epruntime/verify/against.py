@@ -151,13 +151,11 @@ class AgainstReport:
             words += f", of its own in the model's dtype {own}"
         else:
             words += f"; {self.note}"
-        largest = f"at most {self.largest_error:.2g}"
-        if self.largest_own_error is not None:
-            largest += f" (own {self.largest_own_error:.2g}, "
-            if self.largest_limit is None:
-                largest += "not judged: rounding may turn a router over)"
-            else:
-                largest += f"limit {self.largest_limit:.2g}){'' if self.largest_ok else ' TOO FAR'}"
+        own_error = "" if self.largest_own_error is None else f"own {self.largest_own_error:.2g}, "
+        judged = "not judged: rounding may turn a router over"
+        if self.largest_limit is not None:
+            judged = f"limit {self.largest_limit:.2g}"
+        largest = f"at most {self.largest_error:.2g} ({own_error}{judged}){'' if self.largest_ok else ' TOO FAR'}"
         lines = [words, f"distance from {judge}: {'; '.join([*map(str, self.quantiles), largest])}"]
         for found in self.different_tokens[:_SHOWN]:
             likely = f"more likely by {found.margin:.2g}" if found.margin else "as likely"
@@ -277,11 +275,16 @@ def _report(
         quantiles=compare_quantiles(error_N, own_N, dtype=dtype),
         largest_error=float(error_N.max()),
         largest_own_error=largest_own,
-        largest_limit=FACTOR_LARGEST * max(largest_own or 0.0, _FLOOR[dtype]) if dtype in _FINE and wide else None,
+        largest_limit=FACTOR_LARGEST * _counted_as(largest_own, dtype) if dtype in _FINE else None,
         different_tokens=tuple(differences),
         num_own_different=num_own_different,
         note=note,
     )
+
+
+def _counted_as(own_error: float | None, dtype: str) -> float:
+    """An error of transformers' own, as limits are made from it."""
+    return _FIXED[dtype] if own_error is None else max(own_error, _FLOOR[dtype])
 
 
 def factor_of(dtype: str, num_positions: int) -> float:
@@ -306,7 +309,7 @@ def compare_quantiles(error_N: torch.Tensor, own_N: torch.Tensor | None, *, dtyp
             share=share,
             error=float(error_N.quantile(share)),
             own_error=value,
-            limit=factor * (_FIXED[dtype] if value is None else max(value, _FLOOR[dtype])),
+            limit=factor * _counted_as(value, dtype),
         )
         for share, value in zip(shares, own, strict=True)
     )

@@ -101,9 +101,14 @@ def test_words_against_transformers() -> None:
     far = replace(AGAINST, quantiles=(replace(MEDIAN, error=0.003),))
     assert "50% within 0.003 (own 0.001, limit 0.002) TOO FAR" in "\n".join(far.lines())
     fixed = replace(MEDIAN, own_error=None, limit=0.4)
-    alone = replace(AGAINST, referee="", note="no room", quantiles=(fixed,), largest_own_error=None, largest_limit=None)
+    alone = replace(
+        AGAINST, referee="", note="no room", quantiles=(fixed,), largest_own_error=None, largest_limit=0.002
+    )
     text = "\n".join(alone.lines())
-    assert "no room\ndistance from transformers: 50% within 0.001 (limit 0.4); at most 0.01\n" in text
+    assert text.endswith(
+        "no room\ndistance from transformers: 50% within 0.001 (limit 0.4); at most 0.01 (limit 0.002) TOO FAR"
+    )
+    assert not alone.ok
 
 
 def test_routers_turned_over_in_either_run_do_not_count_where_rounding_is_coarse() -> None:
