@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from difflib import get_close_matches
 from typing import Any
 
 _DESCRIPTION = """Lists every Mixture-of-Experts architecture that the installed transformers has, and says of each
@@ -20,6 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "models", help="list architectures, served or not, with reasons", description=_DESCRIPTION
     )
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model_type of config.json: list these alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.set_defaults(run=run, parser=parser)
 
@@ -29,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
     from epruntime.models.survey import survey
 
-    found = survey()
+    found = survey(args.types)
+    if absent := sorted(set(args.types) - {verdict.model_type for verdict in found}):
+        args.parser.error(_unknown(absent, transformers.__version__))
     served = sum(verdict.served for verdict in found)
     if args.json:
         facts = {
@@ -41,9 +45,22 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(table([verdict.to_dict() for verdict in found]))
     print("\n" + textwrap.fill(" ".join(_LEGEND.split()), _WIDTH))
+    if args.types:
+        return 0
     version = transformers.__version__
     print(f"\n{served} of {len(found)} Mixture-of-Experts architectures of transformers {version} are served.")
     return 0
+
+
+def _unknown(types: list[str], version: str) -> str:
+    from epruntime.models.survey import candidates
+
+    known = candidates()
+    words = []
+    for model_type in types:
+        near = get_close_matches(model_type, known, n=3)
+        words.append(f"{model_type} (did you mean {' or '.join(near)}?)" if near else model_type)
+    return f"no Mixture-of-Experts architecture that generates text in transformers {version}: {', '.join(words)}"
 
 
 def table(models: list[dict[str, Any]]) -> str:
@@ -51,7 +68,8 @@ def table(models: list[dict[str, Any]]) -> str:
     rows = [("MODEL TYPE", "SERVED", "FEATURES, OR WHY NOT")]
     for model in sorted(models, key=lambda m: (not m["served"], m["model_type"])):
         features = ", ".join(model["features"]) if model["served"] else ""
-        needs = f"needs transformers {model['since']} or newer" if model["since"] else ""
+        told = not model["since"] or "needs transformers" in model["reason"]
+        needs = "" if told else f"needs transformers {model['since']} or newer"
         text = "; ".join(part for part in (features, model["reason"], needs) if part)
         rows.append((model["model_type"], model["how"] or "no", text))
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from epruntime.errors import ConfigError, UnsupportedModelError
-from epruntime.models import families, sparse
+from epruntime.models import families, sparse, text_part
 from epruntime.models.families.experts import InterfaceExperts
 
 logger = logging.getLogger("epruntime.models")
@@ -102,25 +102,23 @@ def is_native(model_type: str) -> bool:
     return model_type in transformers.CONFIG_MAPPING
 
 
-def causal_lm_architecture(config: transformers.PretrainedConfig) -> str | None:
-    """Name of the causal LM class that transformers has for this configuration, or None."""
-    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return None if cls is None else str(cls.__name__)
-
-
 def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The module tree on the meta device: every name and shape, no memory. In evaluation mode.
+
+    Of a multimodal model, the language model and its head alone (`text_part`).
 
     Settings that would only cost time (router logits kept for a training loss) are switched off. Experts that go
     around transformers' experts interface are put on it where there is an adapter (`families`).
     """
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
-    config.use_cache = False
+    language = text_part.language_config(config)
+    for part in (config, language):
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+        part.use_cache = False
     try:
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-            families.adapt(model)
+            model = text_part.build(config, dtype)
+            families.adapt(model, language)
         sparse.adapt(model)
     except Exception as error:  # a class of the library raises what it likes
         raise UnsupportedModelError(
@@ -193,7 +191,8 @@ def check_forward_arguments(model: torch.nn.Module) -> None:
 
 def use_hooks(model: Any, name: str) -> None:
     """Points attention and experts of every submodule to the functions registered as `name`."""
-    model.set_attn_implementation(name)
+    # the configuration of a part that was left out is not touched
+    model.set_attn_implementation({"": name, "text_config": name} if text_part.is_multimodal(model.config) else name)
     own = [module for module in model.modules() if isinstance(module, InterfaceExperts)]
     for module in own:
         module.implementation = name

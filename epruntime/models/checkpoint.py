@@ -101,8 +101,15 @@ def _files(path: Path) -> list[Path]:
                 raise CheckpointError(f"{path / _INDEX} names {name!r}, which is no safetensors file of this directory")
         names = set(weight_map.values())
         absent = sorted(n for n in names if not (path / n).is_file())
+        other = (path / _SINGLE).is_file() and _SINGLE not in names
         if absent:
-            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
+            hint = f"; if {_SINGLE} is the whole model, remove {_INDEX}" if other else ""
+            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}{hint}")
+        if other:
+            raise CheckpointError(
+                f"{path} holds {_SINGLE}, and {_INDEX} names other files: two models, or what is left of an earlier "
+                "one. Remove the one that is not meant"
+            )
         return [path / name for name in sorted(names)]
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]

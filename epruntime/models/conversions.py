@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -28,6 +29,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
+from epruntime.models import text_part
 from epruntime.models.families import layout_of
 
 
@@ -53,6 +55,21 @@ class Stacking:
     patterns: tuple[str, ...]
 
 
+class _Whole:
+    """The multimodal model of which a language model is served."""
+
+    def __init__(self, model: PreTrainedModel, left_out: tuple[str, ...]) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._prefix, self._state, self._left_out = model.base_model_prefix, model.state_dict(), left_out
+
+    def lacks(self, key: str) -> bool:
+        """Does this checkpoint tensor belong to a part that was left out?"""
+        target, _ = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
+        return target.startswith(self._left_out)
+
+
 class Conversions:
     """The loader rules of one model that is on the meta device."""
 
@@ -75,6 +92,7 @@ class Conversions:
         if plan:
             self._plan_search, self._plan_groups, _ = build_glob_alternation(list(plan))
         self._plan = plan
+        self._whole = _Whole(*parts) if (parts := text_part.left_out(model)) else None
 
     @property
     def expected(self) -> dict[str, torch.Tensor]:
@@ -116,17 +134,29 @@ class Conversions:
         return None
 
     def convert(
-        self, target: str, pattern: str, sources: dict[str, list[tuple[str, Callable[[], torch.Tensor]]]]
+        self,
+        target: str,
+        pattern: str,
+        sources: dict[str, list[tuple[str, Callable[[], torch.Tensor]]]],
+        *,
+        shape: tuple[int, ...],
     ) -> dict[str, torch.Tensor]:
         """Runs one conversion.
 
         Args:
             sources: source pattern -> (checkpoint name, function that reads the tensor), in order.
+            shape: of the first of these tensors in the checkpoint, of which the function may read a part.
 
         Returns:
             parameter name -> tensor.
         """
         converter = deepcopy(self._by_pattern[pattern])
+        first = converter.operations[0]
+        if isinstance(first, Transpose) and first.check_dims and len(converter.operations) == 1:
+            # it would compare a part of the experts with all of them, and take them for transposed
+            if shape == tuple(self._state[target].shape):
+                return {target: sources[pattern][0][1]()}
+            first.check_dims = False
         for source_pattern, tensors in sources.items():
             for key, read in tensors:
                 converter.add_tensor(target, key, source_pattern, read)  # it takes both
@@ -150,7 +180,9 @@ class Conversions:
         patterns = set(self._model._keys_to_ignore_on_load_unexpected or ())
         if any(name.endswith("rotary_emb.inv_freq") for name, _ in self._model.named_buffers()):
             patterns.add(r"rotary_emb\.inv_freq")
-        return self._layout.unused(key) or any(re.search(pattern, key) for pattern in patterns)
+        if self._layout.unused(key) or any(re.search(pattern, key) for pattern in patterns):
+            return True
+        return self._whole is not None and self._whole.lacks(key)
 
     def without_tied(self, missing: set[str]) -> set[str]:
         """Of the missing parameters, those that are not tied to one that is there."""

@@ -30,6 +30,33 @@ _FIELDS = {
 }
 
 
+#: Fields by which transformers' `generate` would choose other tokens, and which are not read -> values without effect.
+_UNREAD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "dola_layers",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "penalty_alpha",
+            "sequence_bias",
+            "stop_strings",
+            "suppress_tokens",
+            "top_h",
+            "watermarking_config",
+        ),
+        ([], {}, ()),
+    ),
+    **dict.fromkeys(
+        ("epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens", "no_repeat_ngram_size", "diversity_penalty"),
+        (0,),
+    ),
+    **dict.fromkeys(("guidance_scale", "num_beams", "num_beam_groups", "typical_p"), (1,)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """What the file says.
@@ -74,6 +101,10 @@ def read_generation_config(path: Path) -> GenerationConfig:
             ignored[name] = str(error)
         else:
             sampling[ours] = value
+    for name, without_effect in _UNREAD.items():
+        value = raw.get(name)
+        if value is not None and value not in without_effect:
+            ignored[name] = f"{name}={value!r}: not read; what it asks for must come with the request"
     do_sample = raw.get("do_sample")
     if do_sample is False:
         sampling["temperature"] = 0.0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, families, refusal, rope
+from epruntime.models import adapter, families, refusal, rope, text_part
 from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
 from epruntime.models.checkpoint import Checkpoint, first_rows, open_checkpoint, read_raw_config, split_rows
 from epruntime.models.conversions import Conversions
@@ -82,7 +82,7 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
         found = getattr(torch, wanted, None)
         source = "the setting dtype"
     else:
-        found = getattr(config, "dtype", None)
+        found = getattr(config, "dtype", None) or getattr(text_part.language_config(config), "dtype", None)
         source = "config.json"
         if not isinstance(found, torch.dtype):
             found, source = checkpoint.main_dtype(), "the checkpoint"
@@ -91,6 +91,10 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
             f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set dtype to one of them"
         )
     return found
+
+
+def _eos_token_ids(*configs: Any) -> list[int]:
+    return [token for config in configs for token in adapter.as_ids(getattr(config, "eos_token_id", None))]
 
 
 def _num_experts(module: Any) -> int:
@@ -118,7 +122,7 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
     rope_lengths = rope.lengths_of(rotary, where=where)
     try:
         probe = run_probe(model)
-        num_layers = int(config.num_hidden_layers)
+        num_layers = int(text_part.language_config(config).num_hidden_layers)
         if len(probe.attention) != num_layers:
             raise UnsupportedModelError(
                 f"{where}: {len(probe.attention)} of {num_layers} layers have softmax attention "
@@ -157,14 +161,15 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     raw = read_raw_config(path)
     refusal.check_raw_config(path, raw)
     config = adapter.read_config(path)
+    language = text_part.language_config(config)
     architecture = refusal.check_architecture(path, config, raw)
     checkpoint = open_checkpoint(path, raw)
-    refusal.check_sizes(path, config, len(checkpoint.tensors))
+    refusal.check_sizes(path, language, len(checkpoint.tensors))
     torch_dtype = _pick_dtype(path, dtype, config, checkpoint)
     model = adapter.build_meta_model(config, torch_dtype)
     structure = _examine(model, config, where=str(path))
-    refusal.check_covered(config.model_type, structure.features)
-    refusal.check_embeddings(path, model, config)
+    refusal.check_covered(config, structure.features)
+    refusal.check_embeddings(path, model, language)
     experts, probe = structure.experts, structure.probe
     num_experts = max(_num_experts(module) for module in experts.values())
     refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
@@ -178,14 +183,14 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         architecture=architecture,
         model_type=config.model_type,
         dtype=_DTYPES[torch_dtype],
-        vocab_size=int(config.vocab_size),
-        hidden_size=int(config.hidden_size),
+        vocab_size=int(language.vocab_size),
+        hidden_size=int(language.hidden_size),
         num_layers=len(structure.kv_layers),
-        max_position_embeddings=rope.longest_sequence(config),
+        max_position_embeddings=rope.longest_sequence(language),
         num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
-        eos_token_ids=tuple(sorted({*adapter.as_ids(config.eos_token_id), *generation.eos_token_ids})),
+        eos_token_ids=tuple(sorted({*_eos_token_ids(config, language), *generation.eos_token_ids})),
         kv_layers=structure.kv_layers,
         num_parameters=checkpoint.num_parameters,
         checkpoint_bytes=checkpoint.num_bytes,
@@ -194,7 +199,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         shared_bytes=shared_bytes,
         expert_bytes=expert_bytes,
         rope=structure.rope,
-        index_heads=int(config.index_n_heads) if "sparse" in structure.features else 0,
+        index_heads=int(language.index_n_heads) if "sparse" in structure.features else 0,
     )
     return _Blueprint(
         checkpoint=checkpoint,

@@ -344,18 +344,28 @@ def _run(model: torch.nn.Module) -> Probe:
             model(input_ids=ids, position_ids=positions, **{adapter.cache_keyword(model): recorder})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
-    except Exception as error:  # a foreign forward raises what it likes
+    except AttributeError as error:
+        if error.obj is not recorder:
+            raise _does_not_run(kind, error) from error
         raise UnsupportedModelError(
-            f"{kind}: its forward does not run with attention over keys and values and routed experts alone. It needs "
-            "more (for example recurrent state), or the values of config.json do not fit each other: "
-            f"{type(error).__name__}: {error}"
+            f"{kind}: it asks its cache for {error.name}, which one of keys and values alone does not have"
         ) from error
+    except Exception as error:  # a foreign forward raises what it likes
+        raise _does_not_run(kind, error) from error
     if recorder.updates:
         raise UnsupportedModelError(
             f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
             "attend through the attention interface"
         )
     return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
+
+
+def _does_not_run(kind: str, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{kind}: its forward does not run with attention over keys and values and routed experts alone. It needs more "
+        f"(for example recurrent state), or the values of config.json do not fit each other: {type(error).__name__}: "
+        f"{error}"
+    )
 
 
 def features_of(probe: Probe) -> frozenset[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
-from epruntime.models import adapter
-from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, PARTLY, SINCE
+from epruntime.models import adapter, text_part
+from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, LANGUAGES, PARTLY, SINCE
 from epruntime.models.probe import OR
 
+LISTED = "`epruntime models` lists what is served"
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
 _OWN_EXPERTS = "its experts do not go through transformers' experts interface"
 
@@ -38,13 +41,19 @@ REFUSED: dict[str, str] = {
         ),
         _LINEAR,
     ),
-    **dict.fromkeys(("jetmoe", "doge"), _OWN_EXPERTS),
+    **dict.fromkeys(("jetmoe", "doge", "step3p7"), _OWN_EXPERTS),
+    "ernie4_5_vl_moe": "a checkpoint stores its experts for text and those for images as one",
+    "qwen3_omni_moe": "it answers in speech, by several models in turn",
+    "qwen3_omni_moe_thinker": "its forward has no argument that says of which rows logits are wanted",
 }
 
 #: model_type -> why a model of a type that is served in part (`conformance.PARTLY`) is not.
 _COMPRESSED = "its attention compresses keys over several tokens"
 REFUSED_PART: dict[str, str] = {t: _COMPRESSED if t == "deepseek_v4" else _LINEAR for t in PARTLY}
 
+#: Fields of config.json by which transformers reads other files than the usual ones.
+_ELSEWHERE = ("transformers_weights", "configuration_files")
+_QUANTIZATION = ("quantization_config", "compression_config")
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "thinker_config", "vision_tower_config")
 
 
@@ -53,41 +62,57 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{path}: config.json names no model_type")
-    if raw.get("auto_map") and not adapter.is_native(model_type):
+    if not adapter.is_native(model_type):
+        near = get_close_matches(model_type, COVERED, n=1)
+        code = ", and modelling code that the checkpoint brings (auto_map) is never run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"{path}: the checkpoint brings its own modelling code (auto_map), which is never "
-            f"run, and transformers itself defines no {model_type}"
+            f"{path}: transformers {transformers.__version__} knows no model_type {model_type}"
+            f"{f' (did you mean {near[0]}?)' if near else ''}{code}; {LISTED}"
         )
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    elsewhere = [name for name in _ELSEWHERE if raw.get(name)]
+    if elsewhere:
+        raise UnsupportedModelError(
+            f"{path}: config.json says by {elsewhere[0]} that other files of this directory count: give them the usual "
+            "names, and take the field out"
+        )
+    parts = [name for name in _SUB_CONFIGS if raw.get(name)]
+    written = [raw, *(raw[name] for name in parts if isinstance(raw[name], dict))]
+    quantization = next(filter(None, (part.get(name) for part in written for name in _QUANTIZATION)), None)
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
         raise UnsupportedModelError(
             f"{path}: the weights are quantised (method {method}), which is not supported yet; "
             "use a float32 or bfloat16 checkpoint"
         )
-    parts = [name for name in _SUB_CONFIGS if raw.get(name)]
-    if parts:
+    if parts and (
+        model_type not in COVERED or not text_part.has_language_part(transformers.CONFIG_MAPPING[model_type])
+    ):
         raise UnsupportedModelError(
-            f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}); a text model of its own is needed"
+            f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}), and no conformance test covers the "
+            f"language model in it; {LISTED}"
         )
 
 
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
-    """Name of the causal LM class; refuses types of the table, other task heads and dense models' heads."""
+    """Name of the class that generates text; refuses types of the table, other task heads and dense models' heads."""
     model_type = config.model_type
     reason = reason_against(model_type)
     if reason is not None:
-        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {reason}")
-    architecture = adapter.causal_lm_architecture(config)
-    if architecture is None:
-        raise UnsupportedModelError(f"{path}: transformers has no causal language model for model_type {model_type}")
+        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {reason}; {LISTED}")
+    readable = text_part.architectures(config)
+    if not readable:
+        raise UnsupportedModelError(
+            f"{path}: transformers has no model that generates text for model_type {model_type}; {LISTED}"
+        )
     named = raw.get("architectures")
     # published checkpoints and transformers differ in case: PhiMoEForCausalLM, PhimoeForCausalLM
-    if isinstance(named, list) and named and architecture.lower() not in [str(name).lower() for name in named]:
+    known = {name.lower() for name in readable}
+    if isinstance(named, list) and named and known.isdisjoint(str(name).lower() for name in named):
         raise UnsupportedModelError(
-            f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as {architecture} only"
+            f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as "
+            f"{' or '.join(readable)} only"
         )
-    return architecture
+    return readable[0]
 
 
 def reason_against(model_type: str) -> str | None:
@@ -172,7 +197,8 @@ def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, to
         return
     name = type(model).__name__
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if any((getattr(config, count, None) or 0) > 1 for count in counts):
+    language = text_part.language_config(config)
+    if any((getattr(language, count, None) or 0) > 1 for count in counts):
         if config.model_type in COVERED:  # whose experts are known to go through the interface
             raise UnsupportedModelError(
                 f"{name}: config.json puts experts in no layer, and Mixture-of-Experts models are served; look at its "
@@ -204,12 +230,18 @@ def check_rope(model: torch.nn.Module) -> None:
         )
 
 
-def check_covered(model_type: str, features: frozenset[str]) -> None:
+def check_covered(config: Any, features: frozenset[str]) -> None:
     """Refuses model types, and features of attention and experts, that no conformance test covers."""
+    model_type, language = config.model_type, text_part.language_config(config).model_type
     if model_type not in COVERED:
         raise UnsupportedModelError(
-            f"{model_type}: no conformance test covers this model type, so its tokens could "
-            f"not be vouched for. Covered: {', '.join(sorted(COVERED))}"
+            f"{model_type}: no conformance test covers this model type, and its tokens could not be vouched for; "
+            f"{LISTED}"
+        )
+    if model_type in LANGUAGES and language != LANGUAGES[model_type]:
+        raise UnsupportedModelError(
+            f"{model_type}: the language model in it is a {language}, and no conformance test covers another than "
+            f"{LANGUAGES[model_type]}"
         )
     unknown = sorted(f for f in features if COVERED[model_type].isdisjoint(f.split(OR)))
     if unknown:

@@ -26,9 +26,9 @@ class LastHidden:
     """
 
     def __init__(self, model: Any) -> None:
-        base = model.base_model
-        if base is model:  # Llama 4's text model names the base of the multimodal one
-            bases = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        base = model.get_decoder()
+        if base.get_output_embeddings() is not None:  # Llama 4: a causal LM within the multimodal one
+            bases = [child for child in base.children() if isinstance(child, PreTrainedModel)]
             base = bases[0] if len(bases) == 1 else model
         if base is model:
             raise UnsupportedModelError(f"{type(model).__name__} has no base model apart from its head")

@@ -11,6 +11,9 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from epruntime.models import text_part
+from epruntime.models.conformance import LANGUAGES
+
 #: Values for every family; a configuration takes those that it has fields for.
 _BASE: dict[str, Any] = {
     "vocab_size": 128,
@@ -71,6 +74,27 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "output_router_logits": False,
 }
+#: Of the other models in a multimodal configuration, which are made, saved, and left out by a server.
+_TOWER: dict[str, Any] = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "patch_size": 4,
+    "image_size": 16,
+    "out_hidden_size": 64,
+    "adapter_out_dim": 64,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "projector_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
 #: Fields that switch a feature on: only given a value where the family's default has one.
 _OPTIONAL = ("sliding_window", "q_lora_rank", "mlp_only_layers")
 #: Names of one field in different families: some configurations accept several, the last one wins.
@@ -88,6 +112,7 @@ _LATENT_TYPES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "longcat_flash",
+    "mistral4",
     "sarvam_mla",
 )
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -104,6 +129,7 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
     "dots3_note_text": _LATENT,
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {
         **_ALTERNATING,
@@ -123,6 +149,17 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "floor_scale": 4,
     },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "glm5_next_text": {**_LATENT, "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "hy_v4_vl_text": {
+        **_LATENT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
+    "muse_spark_audio": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
+    "step3p5": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "zaya": {"num_experts_per_tok": 1},
     "longcat_flash": {**_LATENT, "num_layers": 2, "zero_expert_num": 4, "moe_topk": 3},
 }
@@ -139,10 +176,13 @@ def small_config(model_type: str, **overrides: Any) -> Any:
     """A small configuration of a type that transformers has.
 
     Args:
-        overrides: fields that win over the tables; None leaves a field at the family's default.
+        overrides: fields that win over the tables; None leaves a field at the family's default. Of a multimodal
+            configuration, fields of its language model.
     """
     kind = CONFIG_MAPPING[model_type]
     defaults = kind()
+    if text_part.is_multimodal(defaults):
+        return _multimodal(defaults, **overrides)
     values = {name: value for name, value in _BASE.items() if _has(defaults, name)}
     for name in _OPTIONAL:
         if name in values and getattr(defaults, name, None) is None:
@@ -154,3 +194,24 @@ def small_config(model_type: str, **overrides: Any) -> Any:
     if "num_layers" in values:
         values.pop("num_hidden_layers", None)
     return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def _multimodal(defaults: Any, **overrides: Any) -> Any:
+    language = LANGUAGES.get(defaults.model_type, text_part.language_config(defaults).model_type)
+    parts: dict[str, Any] = {"text_config": small_config(language, **overrides)}
+    for name in defaults.sub_configs.keys() - parts.keys():
+        tower = _tower(defaults, name)
+        if tower is not None:
+            parts[name] = tower
+    return type(defaults)(**parts, tie_word_embeddings=False)
+
+
+def _tower(whole: Any, name: str) -> Any:
+    """A small configuration of another part; None if nothing says what it is."""
+    kind = whole.sub_configs[name]
+    defaults = getattr(whole, name, None) or (kind() if hasattr(kind, "model_type") else None)
+    if defaults is None:
+        return None
+    values: dict[str, Any] = {field: value for field, value in _TOWER.items() if _has(defaults, field)}
+    values |= {inner: part for inner in defaults.sub_configs if (part := _tower(defaults, inner)) is not None}
+    return type(defaults)(**{**values, **_PER_TYPE.get(defaults.model_type, {})})

@@ -1,6 +1,6 @@
 """Survey: every Mixture-of-Experts architecture of the installed transformers, and whether it is served.
 
-causal LM types -> those whose configuration counts experts -> small configuration -> meta device -> experts? -> probe
+types that generate text -> those whose configuration counts experts -> small configuration -> meta device -> probe
 
 Nothing here is a list of names: types come from transformers' own tables, and each verdict from building the type and
 asking it. The gate is the same as for a checkpoint: what no conformance test covers is not served (`conformance.py`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,24 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, families, refusal
-from epruntime.models.conformance import COVERED, PARTLY, SINCE
+from epruntime.models import adapter, families, refusal, text_part
+from epruntime.models.conformance import COVERED, LANGUAGES, PARTLY, SINCE
 from epruntime.models.loader import features_of_model
 from epruntime.models.small_config import small_config
 
+#: Types that generate text -> their class. Of two classes the first one is named.
+_CLASSES = {
+    **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
 #: Fields of a configuration that counts experts, in whatever family; `_experts_implementation` is everybody's.
 _COUNTS = re.compile(r"^(?!_).*(experts|moe)")
 
@@ -59,17 +69,21 @@ class Verdict:
         return {**dataclasses.asdict(self), "features": list(self.features)}
 
 
-def survey() -> list[Verdict]:
-    """Verdicts on every Mixture-of-Experts causal LM type, by name."""
+def survey(only: Collection[str] = ()) -> list[Verdict]:
+    """Verdicts on every Mixture-of-Experts type that generates text, by name.
+
+    Args:
+        only: types that are looked at, if not all.
+    """
     adapter.check_version()
     with _quiet():
-        found = (_verdict(model_type) for model_type in candidates())
+        found = (_verdict(model_type) for model_type in candidates() if not only or model_type in only)
         return [verdict for verdict in found if verdict is not None]
 
 
 def candidates() -> list[str]:
-    """Causal LM types whose configuration, or a part of it, has a field that counts experts, sorted."""
-    return sorted(t for t in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if t in CONFIG_MAPPING and _counts_experts(_kind(t)))
+    """Types that generate text whose configuration, or a part of it, has a field that counts experts, sorted."""
+    return sorted(t for t in _CLASSES if t in CONFIG_MAPPING and _counts_experts(_kind(t)))
 
 
 def _kind(model_type: str) -> Any:
@@ -78,15 +92,16 @@ def _kind(model_type: str) -> Any:
 
 def _counts_experts(kind: Any) -> bool:
     names = {name for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
-    parts = getattr(kind, "sub_configs", None) or {}
-    return any(_COUNTS.search(name) for name in names) or any(
-        _counts_experts(part) for part in parts.values() if part is not transformers.AutoConfig
-    )
+    parts = [
+        part for part in (getattr(kind, "sub_configs", None) or {}).values() if part is not transformers.AutoConfig
+    ]
+    parts += [_kind(model_type) for model_type in _language_types(kind)]
+    return any(_COUNTS.search(name) for name in names) or any(_counts_experts(part) for part in parts)
 
 
 def _verdict(model_type: str) -> Verdict | None:
     """None: the configuration has room for experts, the model has none."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    names = _CLASSES[model_type]
     architecture = names if isinstance(names, str) else names[0]
 
     since = ".".join(map(str, SINCE.get(model_type, ())))
@@ -96,10 +111,10 @@ def _verdict(model_type: str) -> Verdict | None:
             model_type=model_type, architecture=architecture, served=False, reason=reason, since=since, **more
         )
 
-    parts = _text_parts(_kind(model_type))
-    if parts:
-        return refused(f"a multimodal model; its text model is a type of its own: {', '.join(parts)}")
-    known = refusal.reason_against(model_type)
+    if model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return refused("an encoder-decoder model")
+    reasons = (refusal.reason_against(t) for t in (model_type, *_language_types(_kind(model_type))))
+    known = next((reason for reason in reasons if reason is not None), None)
     if known is not None:
         return refused(known)
     try:
@@ -118,21 +133,33 @@ def _verdict(model_type: str) -> Verdict | None:
     unknown = sorted(set(features) - COVERED[model_type])
     if unknown:
         return refused(f"no conformance test covers it with {', '.join(unknown)}", features=features)
+    limits = ["text alone"] if text_part.is_multimodal(config) else []
+    if model_type in PARTLY:
+        limits.append(f"only with {PARTLY[model_type]}")
     return Verdict(
         model_type=model_type,
         architecture=architecture,
         served=True,
-        how="adapted" if families.is_adapted(model_type) else "hooked",
+        how="adapted" if families.is_adapted(text_part.language_config(config).model_type) else "hooked",
         features=tuple(sorted(COVERED[model_type])),
-        reason=f"only with {PARTLY[model_type]}" if model_type in PARTLY else "",
+        reason="; ".join(limits),
         since=since,
     )
 
 
-def _text_parts(kind: Any) -> list[str]:
-    """Types of the text models that a multimodal configuration is made of."""
-    parts = getattr(kind, "sub_configs", None) or {}
-    return [str(part.model_type) for name, part in parts.items() if name == "text_config"]
+def _language_types(kind: Any) -> list[str]:
+    """Type of the language model that a multimodal configuration is made of; by default, if it may be any."""
+    part = (getattr(kind, "sub_configs", None) or {}).get("text_config")
+    if part is None:
+        return []
+    if part is not transformers.AutoConfig:
+        return [str(part.model_type)]
+    if kind.model_type in LANGUAGES:
+        return [LANGUAGES[kind.model_type]]
+    try:
+        return [str(kind().text_config.model_type)]
+    except Exception:  # noqa: BLE001  a configuration class of the library raises what it likes
+        return []
 
 
 def _has_experts(model: torch.nn.Module) -> bool:

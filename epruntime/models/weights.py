@@ -359,7 +359,7 @@ class WeightPlan:
             for pattern, reads in step.reads.items()
             if pattern is not None
         }
-        made = self._conversions.convert(step.target, first, sources)
+        made = self._conversions.convert(step.target, first, sources, shape=step.reads[first][0].entry.shape)
         if step.stacked is not None and step.stacked.repeats:
             rows = [step.stacked.firsts.index(step.stacked.local.index(expert)) for expert in step.stacked.local]
             made = {name: tensor[rows] if self._shard_of(name) else tensor for name, tensor in made.items()}

@@ -13,11 +13,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from epruntime import envs
 from epruntime.cli.flags import attribute_docs, flag_of
 from epruntime.config import EngineConfig, ServeConfig
 from epruntime.config.engine import has_default
 from epruntime.config.verify import VerifyConfig
+from epruntime.models import text_part
 from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.sampling_params import SamplingParams
 
@@ -40,6 +43,7 @@ _WORDS = {
         "dense": "some are dense",
         "moe": "all are MoE",
         "partly": " (served if all layers have it)",
+        "text": "; text alone",
         "since": "{}.{} or newer",
     },
     "README.zh-CN.md": {
@@ -53,6 +57,7 @@ _WORDS = {
         "dense": "含稠密层",
         "moe": "全部为 MoE",
         "partly": " (每层皆须如此)",
+        "text": "; 仅文本",
         "since": "{}.{} 起",
     },
 }
@@ -130,6 +135,8 @@ def models_table(file: str) -> str:
             words[name] for name in ("latent", "sparse", "window", "chunk", "sinks", "softcap") if name in features
         ]
         kind = (", ".join(attention) or words[""]) + (words["partly"] if model_type in PARTLY else "")
+        if text_part.has_language_part(CONFIG_MAPPING[model_type]):
+            kind += words["text"]
         since = words["since"].format(*SINCE[model_type]) if model_type in SINCE else ""
         rows.append((f"`{model_type}`", kind, words["dense" if "dense" in features else "moe"], since))
     return _table(_MODEL_TABLES[file], rows)

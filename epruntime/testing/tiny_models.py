@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
-from epruntime.models import adapter
+from epruntime.models import adapter, text_part
 from epruntime.models.conformance import SINCE
 from epruntime.models.small_config import small_config
+
+#: Attribute of a language model: the multimodal model that it is a part of.
+_WHOLE = "_epruntime_whole"
 
 
 def available(model_types: Iterable[str]) -> list[str]:
@@ -33,18 +35,18 @@ def build(
         overrides: configuration fields, for example `sliding_window=6`; `initializer_range` is 0.3 by default.
 
     Returns:
-        (configuration, model)
+        (configuration, model); of a multimodal type, what answers text: `save` writes all of it.
     """
     config = small_config(model_type, **overrides)
     generator_state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        whole = text_part.whole_class(config)._from_config(config, dtype=dtype).eval()
         with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
                 std = _spread(name)
                 if name.endswith("tid2eid"):  # [V, K] expert ids by token, where a hash of the token routes
-                    num_experts = len(model.get_submodule(name.rpartition(".")[0]).weight)
+                    num_experts = len(whole.get_submodule(name.rpartition(".")[0]).weight)
                     tensor.copy_(torch.rand(len(tensor), num_experts).argsort(1)[:, : tensor.shape[1]])
                 elif std is not None and tensor.is_floating_point():
                     tensor.normal_(std=std)
@@ -54,7 +56,7 @@ def build(
                     tensor.add_(torch.randn_like(tensor) * 0.1)
     finally:
         torch.random.set_rng_state(generator_state)
-    return config, model
+    return config, _language_model(whole, config)
 
 
 def _spread(name: str) -> float | None:
@@ -66,7 +68,25 @@ def _spread(name: str) -> float | None:
     return 0.1 if "bias" in short else None
 
 
+def _language_model(whole: Any, config: Any) -> Any:
+    """What answers text in a whole model: itself, or a causal LM of the same modules, where transformers has one."""
+    found = text_part.class_for(config)
+    assert found is not None
+    kind, made_of = found
+    if isinstance(whole, kind):
+        return whole
+    model = next((module for module in whole.modules() if isinstance(module, kind)), None)
+    if model is None:
+        model = kind._from_config(made_of).eval()
+        model.model, model.lm_head = whole.get_decoder(), whole.get_output_embeddings()
+    object.__setattr__(model, _WHOLE, whole)
+    return model
+
+
 def save(model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: str = "5GB") -> Path:
-    """Writes config.json and safetensors in the layout of published checkpoints. Returns the directory."""
-    model.save_pretrained(str(path), max_shard_size=max_shard_size)
+    """Writes config.json and safetensors in the layout of published checkpoints. Returns the directory.
+
+    Of a model that `build` made, towers included.
+    """
+    getattr(model, _WHOLE, model).save_pretrained(str(path), max_shard_size=max_shard_size)
     return Path(path)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor
+from transformers import LogitsProcessor
 from transformers.utils import logging as transformers_logging
 
 from epruntime.errors import ConfigError
-from epruntime.models import adapter
+from epruntime.models import adapter, text_part
 from epruntime.models.info import ModelInfo
 from epruntime.models.rope import recomputed_beyond
 from epruntime.verify.outputs import Output
@@ -204,7 +204,7 @@ def compare_with_transformers(
     dtype = getattr(torch, info.dtype)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # it explains generation settings that are not used
-    model = AutoModelForCausalLM.from_pretrained(path, config=adapter.read_config(Path(path)), dtype=dtype).eval()
+    model = text_part.from_pretrained(path, adapter.read_config(Path(path)), dtype)
     plain = [_scores(model, request, outputs[request.index]) for request in chosen]
     wide, note = _wide_scores(model, info, chosen, outputs, plain, say)
     del model
@@ -357,7 +357,7 @@ def _scores(
             eos_token_id=None,
             pad_token_id=0,
             # transformers 5.16 computes too little where it gives up its cache
-            use_cache=not recomputed_beyond(model.config.model_type),
+            use_cache=not recomputed_beyond(text_part.language_config(model.config).model_type),
             return_dict_in_generate=True,
             output_logits=True,
             logits_processor=[_Force(output.tokens, num_prompt)],

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from epruntime.models import adapter, text_part
 from epruntime.models.batch import ForwardBatch
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES
 from epruntime.models.loader import load_model
@@ -149,6 +150,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mimo_v2_flash": [{"v_head_dim": 8}],
     "minimax": [{"sliding_window": 3}],
     "minimax_m3_vl_text": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
+    "internvl": [{**_SLIDING, "max_window_layers": 0}, {"mlp_only_layers": [0]}],
+    "qwen3_vl_moe": [{"mlp_only_layers": [0]}],
+    "llama4": [{"interleave_moe_layer_step": 2}],
+    "minimax_m3_vl": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
+    "muse_spark": [{"mlp_layer_types": ["dense", "sparse", "sparse"]}],
+    "mistral4": [{"first_k_dense_replace": 0}],
     "qwen3_next": [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}],
     "llama4_text": [
         {"num_experts_per_tok": 2},
@@ -211,7 +218,7 @@ def test_equals_transformers_fp32(model_type: str, overrides: dict[str, Any], tm
 
 def _runs_as_loaded(path: Path) -> bool:
     """False: transformers itself keeps some weights in fp32 and then multiplies them with bf16 (5.16, deepseek_v4)."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model = text_part.from_pretrained(path, adapter.read_config(path), "auto")
     try:
         model(torch.arange(3, 9)[None])
     except RuntimeError as error:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from epruntime.models import text_part
 from epruntime.models.conformance import COVERED
 from epruntime.models.loader import load_model
 from epruntime.models.small_config import small_config
@@ -85,7 +86,7 @@ CASES = [
 
 
 def _choices(model_type: str) -> list[dict[str, Any]]:
-    config = small_config(model_type)
+    config = text_part.language_config(small_config(model_type))
 
     def has(name: str) -> bool:
         try:

@@ -107,7 +107,7 @@ def test_the_table_of_models_says_what_its_words_mean(capsys, monkeypatch):
         survey.Verdict(model_type=name, architecture="A", served=bool(how), how=how, reason="" if how else "why not")
         for name, how in (("a", "hooked"), ("b", "adapted"), ("c", ""))
     ]
-    monkeypatch.setattr(survey, "survey", lambda: found)
+    monkeypatch.setattr(survey, "survey", lambda only: found)
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     shown = {line.split()[1] for line in table([v.to_dict() for v in found]).splitlines()[1:]}

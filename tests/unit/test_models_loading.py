@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 from epruntime.errors import CheckpointError
+from epruntime.models import adapter, text_part
 from epruntime.models.conformance import COVERED
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model, load_model
@@ -46,7 +46,9 @@ def _check_equal(path: Path, local: Sequence[int], dtype: torch.dtype) -> None:
     """Every parameter and buffer equals the library's, experts cut to `local`."""
     holder = Holder(local)
     loaded = load_model(path, dtype=str(dtype).removeprefix("torch."), moe=holder)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    reference = text_part.from_pretrained(path, adapter.read_config(path), dtype)
+    if text_part.is_multimodal(reference.config):
+        text_part.keep_language_model(reference)
     experts = {name for name, module in loaded.module.named_modules() if hasattr(module, "has_gate")}
     mine = dict(loaded.module.named_parameters()) | dict(loaded.module.named_buffers())
     theirs = _on_the_interface(reference, dict(reference.named_parameters()) | dict(reference.named_buffers()))

@@ -73,11 +73,15 @@ def test_dense_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "model_type": "no_such_type"}, ["its own modelling code"]),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "m.M"}, "model_type": "no_such_type"},
+            ["no_such_type", "modelling code", "auto_map"],
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "architectures": ["MyForCausalLM"]}, ["MyForCausalLM"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised", "gptq"]),
         ({"vision_config": {"hidden_size": 8}}, ["multimodal", "vision_config"]),
-        ({"model_type": "no_such_type"}, ["no_such_type"]),
+        ({"model_type": "no_such_type"}, ["no_such_type", "epruntime models"]),
+        ({"model_type": "mixtrel"}, ["mixtrel", "did you mean mixtral?"]),
         ({"model_type": ...}, ["model_type"]),
         (
             {"architectures": ["MixtralForSequenceClassification"]},
@@ -285,6 +289,28 @@ def test_nothing_there(copy: Path) -> None:
 def test_bad_index(index: Any, words: str, copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     _refused(copy, CheckpointError, words)
+
+
+def test_two_models_in_one_directory(copy: Path) -> None:
+    """transformers takes the single file; which of the two is meant, nobody can know."""
+    model = tiny_models.build("mixtral", seed=1)[1]
+    model.save_pretrained(copy, max_shard_size="500KB")
+    assert (copy / "model.safetensors").exists()
+    assert (copy / "model.safetensors.index.json").exists()
+    _refused(copy, CheckpointError, "two models", "Remove the one")
+    (copy / "model.safetensors").unlink()
+    inspect_model(copy)
+
+
+def test_an_index_that_an_earlier_model_left(copy: Path) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
+    _refused(copy, CheckpointError, "absent.safetensors", "remove model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("name", ["transformers_weights", "configuration_files"])
+def test_config_that_names_other_files(name: str, copy: Path) -> None:
+    _config(copy, **{name: ["other"]})
+    _refused(copy, UnsupportedModelError, name, "usual names")
 
 
 def test_truncated_file(copy: Path) -> None:

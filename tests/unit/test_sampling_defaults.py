@@ -27,7 +27,7 @@ def test_every_field_and_its_name_here(tmp_path: Path) -> None:
     content = {
         "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05,
         "max_new_tokens": 2048, "do_sample": True, "eos_token_id": [5, 2], "bos_token_id": 1, "pad_token_id": 0,
-        "transformers_version": "4.51.0", "max_length": 20, "num_beams": 4,
+        "transformers_version": "4.51.0", "max_length": 20, "num_beams": 1,
     }  # fmt: skip
     found = read_generation_config(_write(tmp_path, content))
     assert found.sampling == {
@@ -131,6 +131,22 @@ def test_none_turns_it_off(caplog: pytest.LogCaptureFixture) -> None:
     assert defaults.params() == SamplingParams()
     assert not defaults.values
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("suppress_tokens", [5]), ("min_new_tokens", 3), ("num_beams", 4), ("bad_words_ids", [[7]]), ("typical_p", 0.9)],
+)
+def test_what_would_change_tokens_and_is_not_read_is_said(name: str, value: Any, tmp_path: Path) -> None:
+    found = read_generation_config(_write(tmp_path, {name: value, "top_k": 4}))
+    assert list(found.ignored) == [name]
+    assert repr(value) in found.ignored[name]
+    assert found.sampling == {"top_k": 4}
+
+
+def test_values_without_effect_are_not_spoken_of(tmp_path: Path) -> None:
+    content = {"suppress_tokens": [], "min_new_tokens": 0, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": None}
+    assert not read_generation_config(_write(tmp_path, content)).ignored
 
 
 def test_what_is_ignored_is_logged(caplog: pytest.LogCaptureFixture) -> None:

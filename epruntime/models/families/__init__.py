@@ -14,8 +14,9 @@ from typing import Any
 from epruntime.models.families import dbrx, llama4, longcat_flash
 from epruntime.models.families.layout import Layout
 
-#: model_type -> what replaces modules of such a model, in place, and says how its checkpoint's tensors are laid out.
-_ADAPTERS: dict[str, Callable[[Any], Layout]] = {
+#: model_type of a language model -> what replaces modules of it, in place, by its configuration, and says how its
+#: checkpoint's tensors are laid out.
+_ADAPTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "dbrx": dbrx.adapt,
     "llama4_text": llama4.adapt,
     "longcat_flash": longcat_flash.adapt,
@@ -23,11 +24,15 @@ _ADAPTERS: dict[str, Callable[[Any], Layout]] = {
 _LAYOUT = "_epruntime_layout"
 
 
-def adapt(model: Any) -> None:
-    """Puts the model's experts on the experts interface, if its family needs that."""
-    adapter = _ADAPTERS.get(model.config.model_type)
+def adapt(model: Any, config: Any) -> None:
+    """Puts the model's experts on the experts interface, if its family needs that.
+
+    Args:
+        config: of the language model.
+    """
+    adapter = _ADAPTERS.get(config.model_type)
     if adapter is not None:
-        object.__setattr__(model, _LAYOUT, adapter(model))
+        object.__setattr__(model, _LAYOUT, adapter(model, config))
 
 
 def is_adapted(model_type: str) -> bool:

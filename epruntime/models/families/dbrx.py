@@ -12,7 +12,7 @@ from epruntime.models.families.experts import InterfaceExperts, modules_of, para
 from epruntime.models.families.layout import Layout
 
 
-def adapt(model: Any) -> Layout:
+def adapt(model: Any, _: Any) -> Layout:
     num_experts = 0
     for name, old in modules_of(model, "DbrxExperts"):
         num_experts = int(old.num_experts)

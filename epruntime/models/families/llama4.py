@@ -34,8 +34,8 @@ def _moe_forward(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
     return out_TH.add_(routed_TH), logits_TE
 
 
-def adapt(model: Any) -> Layout:
-    if not model.config.moe_layers:
+def adapt(model: Any, config: Any) -> Layout:
+    if not config.moe_layers:
         return Layout()  # a model with experts in no layer is refused where those of all families are
     for name, old in modules_of(model, "Llama4TextExperts"):
         model.set_submodule(name, InterfaceExperts(old.gate_up_proj, old.down_proj, old.act_fn, transposed=True))
@@ -45,7 +45,7 @@ def adapt(model: Any) -> Layout:
     for _, attention in modules_of(model, "Llama4TextAttention"):
         if attention.attn_temperature_tuning and not attention.use_rope:
             attention.attn_temperature_tuning = False
-            object.__setattr__(attention, TEMPERATURES, temperatures(attention, model.config))
+            object.__setattr__(attention, TEMPERATURES, temperatures(attention, config))
     return Layout()
 
 

@@ -27,13 +27,13 @@ class _WithIdentities(InterfaceExperts):
         return y + (x.float() * share_T.view(*x.shape[:-1], 1)).to(x.dtype)
 
 
-def adapt(model: Any) -> Layout:
+def adapt(model: Any, config: Any) -> Layout:
     """transformers keeps a gate and up projection for identity experts, too, which nothing reads: it is left out.
 
     Published checkpoints hold a tensor per expert; the library's own layout holds those of all in one (`padded`).
     """
-    num_experts = int(model.config.n_routed_experts)
-    rows = num_experts + int(model.config.zero_expert_num or 0)
+    num_experts = int(config.n_routed_experts)
+    rows = num_experts + int(config.zero_expert_num or 0)
     for name, old in modules_of(model, "LongcatFlashExperts"):
         gate_up = parameter(old.gate_up_proj, num_experts, *old.gate_up_proj.shape[1:])
         model.set_submodule(name, _WithIdentities(gate_up, old.down_proj, old.act_fn))
