@@ -6,7 +6,7 @@ Every selection inside a forward (top-k or argmax over experts or groups) is wat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,9 @@ class Margin:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, margin: Margin) -> None:
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self.margin = margin
+        self._gaps = note
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,19 +49,37 @@ class _Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if k >= scores.shape[-1] or scores.numel() == 0:
                 return
-            values = torch.sort(scores.double(), dim=-1, descending=True).values
+            values = scores.double().topk(k + 1, dim=-1).values
             gap = values[..., k - 1] - values[..., k]
-            gap = gap[torch.isfinite(gap) & (values[..., k - 1] > _MASKED)]
-            if gap.numel():
-                self.margin.least = min(self.margin.least, float(gap.min()))
+            self._gaps(torch.where(torch.isfinite(gap) & (values[..., k - 1] > _MASKED), gap, math.inf))
 
 
 @contextmanager
 def watch_selections() -> Iterator[Margin]:
     """Records the least gap of every top-k and argmax over the last dimension in the block."""
     margin = Margin()
-    with _Watch(margin):
+
+    def note(gaps: torch.Tensor) -> None:
+        margin.least = min(margin.least, float(gaps.min()))
+
+    with _Watch(note):
         yield margin
+
+
+@contextmanager
+def watch_rows(num_rows: int) -> Iterator[torch.Tensor]:
+    """As `watch_selections`, of each row of the only sequence in a forward of the block: fp64 [num_rows].
+
+    A selection whose scores do not come by rows is left out, and makes no row's margin smaller.
+    """
+    least_T = torch.full((num_rows,), math.inf, dtype=torch.float64)
+
+    def note(gaps: torch.Tensor) -> None:
+        if gaps.numel() % num_rows == 0:
+            torch.minimum(least_T, gaps.reshape(num_rows, -1).amin(1), out=least_T)
+
+    with _Watch(note):
+        yield least_T
 
 
 def top1_margin(logits_TV: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ import torch
 from epruntime import SamplingParams
 from epruntime.engine.ranks import Ranks
 from epruntime.testing.invariance import Request, Setting, first_difference, run
+from epruntime.testing.longrope import change_by_long_factors
 from epruntime.testing.prompts import prompt_of
 from epruntime.testing.tiny_models import build, save
 
@@ -80,13 +81,11 @@ _LONGROPE = {
     "short_factor": [1.0 + 0.02 * i for i in range(8)],
     "long_factor": [2.0 + 2.0 * i for i in range(8)],
     "original_max_position_embeddings": 1110,  # the prompt of 1,100 tokens comes to it while it is continued
-    "short_mscale": 1.1,
-    "long_mscale": 1.4,
 }
 _WINDOWED = {"layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "window, sinks, yarn": ("gpt_oss", "bfloat16", {**_WINDOWED, "sliding_window": 200, "rope_parameters": _YARN}),
-    "longrope": ("phimoe", "float32", {"rope_parameters": _LONGROPE}),
+    "longrope": ("mixtral", "float32", {"rope_parameters": _LONGROPE}),
     "latent, yarn": ("deepseek_v3", "bfloat16", {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}),
     "window": ("mixtral", "float32", {"sliding_window": 700}),
     "chunks and temperature": (
@@ -123,6 +122,8 @@ def test_same_bits_at_thousands_of_tokens(name: str, ranks: Ranks, tmp_path: Pat
     model_type, dtype, overrides = CASES[name]
     overrides = {"num_hidden_layers": 2, "max_position_embeddings": 8192, **overrides}
     config, model = build(model_type, dtype=getattr(torch, dtype), **overrides)
+    if name == "longrope":
+        assert change_by_long_factors(model, position=MAX_LENGTH) > 0.01
     path, requests = str(save(model, tmp_path)), _requests(name, config.vocab_size)
     expected = run(path, ranks, ALONE, requests, compared=len(requests), dtype=dtype)
     assert expected.happened["chunks"] == 0, "a prompt was not prefilled in one piece"

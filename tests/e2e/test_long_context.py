@@ -19,8 +19,10 @@ import torch
 from epruntime.models import adapter
 from epruntime.models.loader import load_model
 from epruntime.testing import tiny_models
+from epruntime.testing.longrope import change_by_long_factors
+from epruntime.testing.margins import watch_rows
 from epruntime.testing.prompts import prompt_of
-from epruntime.testing.ragged import RaggedDriver, compare, fresh, local_runtime
+from epruntime.testing.ragged import RaggedDriver, Rows, compare, fresh, local_runtime
 
 _SCALED = {"rope_theta": 1e4, "original_max_position_embeddings": 256}
 _YARN = {"rope_type": "yarn", "factor": 16.0, **_SCALED}
@@ -35,12 +37,27 @@ _LONGROPE = {
 }
 _PHI = {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+_FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3_moe", {"rope_parameters": _YARN}),
     "yarn latent": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "llama3": ("mixtral", {"rope_parameters": _LLAMA3}),
     "linear": ("mixtral", {"rope_parameters": _LINEAR}),
-    "longrope": ("phimoe", {"rope_parameters": _PHI}),
+    "longrope": ("mixtral", {"rope_parameters": _LONGROPE}),
+    "longrope of Phi": ("phimoe", {"rope_parameters": _PHI}),
+    "longrope and linear by layers": (
+        "laguna",
+        {
+            "layer_types": _FULL_AND_SLIDING,
+            "sliding_window": 400,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "rope_parameters": {"full_attention": _LONGROPE, "sliding_attention": _LINEAR},
+        },
+    ),
+    "alpha": (
+        "hunyuan_v1_moe",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
+    ),
     "dynamic": ("glm4_moe", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 512}),
     "window": ("mixtral", {"sliding_window": 300}),
     "window and sinks": ("gpt_oss", {"sliding_window": 128}),
@@ -57,6 +74,8 @@ SCHEDULE = (
     (("long", 20),),
 )
 TIMES_EAGER, SHARE = 3.0, 2e-6
+#: Rows that may take another expert, or other keys, than in fp64, and rows that are near enough a tie for it.
+MOST_TURNED, MOST_NEAR_A_TIE = 2, 0.005
 
 
 #: What `make test` runs; the others take longer, and `make test-all` runs them.
@@ -69,6 +88,23 @@ def _layers(model_type: str) -> dict[str, Any]:
     return {"num_hidden_layers": 4 if model_type == "llama4_text" else 2}
 
 
+def _judge(rows: Rows, largest_logit: float) -> None:
+    """Every row is right, but for a few that a tie between experts or keys excuses."""
+    assert rows.eager_error < 1e-3 * largest_logit, f"the oracle itself is unsteady: {rows.eager_error}"
+    assert int(rows.near_tie_T.sum()) <= MOST_NEAR_A_TIE * len(rows.margin_T)
+    bound = TIMES_EAGER * rows.eager_error + SHARE * largest_logit
+    wrong, turned = rows.beyond(bound)
+    assert not wrong, f"rows {wrong[:20]}: {rows.error_T[wrong[:20]].tolist()}, above {bound}"
+    assert len(turned) <= MOST_TURNED, f"rows {turned}: {rows.error_T[turned].tolist()}, above {bound}"
+
+
+def _uses_long_factors(reference: Any, name: str) -> bool:
+    """Else a case of longrope proves nothing of long factors."""
+    if "longrope" not in name or "Phi" in name:
+        return True
+    return change_by_long_factors(reference, position=reference.config.max_position_embeddings - 1) > 0.01
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SLICE else pytest.mark.full) for n in CASES])
 def test_long_sequences_equal_transformers(name: str, tmp_path: Path) -> None:
     model_type, overrides = CASES[name]
@@ -77,17 +113,17 @@ def test_long_sequences_equal_transformers(name: str, tmp_path: Path) -> None:
     )
     tiny_models.save(reference, tmp_path)
     model = load_model(tmp_path, dtype="float32", moe=local_runtime())
-    found = compare(reference, model, schedule=SCHEDULE, num_blocks=190, block_size=16)
+    assert _uses_long_factors(reference, name)
+    found = compare(reference, model, schedule=SCHEDULE, num_blocks=190, block_size=16, by_rows=True)
     assert found.largest_logit > 0.5
-    assert found.error_but_one <= TIMES_EAGER * found.eager_error + SHARE * found.largest_logit, found
-    assert found.eager_error < 1e-3 * found.largest_logit, f"the oracle itself is unsteady: {found}"
+    assert found.rows is not None
+    _judge(found.rows, found.largest_logit)
 
 
 def _beyond(original: int, **parameters: Any) -> dict[str, Any]:
     return {"rope_theta": 1e4, "original_max_position_embeddings": original, **parameters}
 
 
-_FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
 #: Sequences of 8,000, 5,000 and 2,000 tokens, then 16 of greedy decoding. name -> (type, configuration)
 LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3_moe", {"rope_parameters": _beyond(2048, rope_type="yarn", factor=4.0)}),
@@ -100,7 +136,7 @@ LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _beyond(4096, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)},
     ),
     "linear, window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 1500, "max_window_layers": 1}),
-    "longrope": ("phimoe", {"rope_parameters": {**_PHI, "original_max_position_embeddings": 4096}}),
+    "longrope": ("mixtral", {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 4096}}),
     "longrope of some layers, window": (
         "mellum",
         {
@@ -136,26 +172,29 @@ def _steps() -> Iterator[dict[str, int]]:
 
 
 @torch.inference_mode()
-def _alone(reference: Any, prompt: torch.Tensor, forced: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-    """(logits [n + 15, V] of a prompt and of its greedy continuation, or of `forced`; the 16 tokens)."""
+def _alone(
+    reference: Any, prompt: torch.Tensor, forced: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [n + 15, V] of a prompt and its greedy continuation, or of `forced`; the 16 tokens; margins [n + 15]."""
     model = fresh(reference)
     keyword = adapter.cache_keyword(model)
-    out = model(input_ids=prompt[None], use_cache=True)
-    logits, tokens = [out.logits[0]], []
+    with watch_rows(len(prompt)) as margin:
+        out = model(input_ids=prompt[None], use_cache=True)
+    logits, tokens, margins = [out.logits[0]], [], [margin]
     for i in range(NEW_TOKENS):
         tokens.append(logits[-1][-1].argmax() if forced is None else forced[i])
         if i < NEW_TOKENS - 1:
             position = torch.tensor([[len(prompt) + i]])
             cache = {keyword: next(out[name] for name in (keyword, "past_key_values") if name in out)}
-            out = model(input_ids=tokens[-1][None, None], position_ids=position, use_cache=True, **cache)
+            with watch_rows(1) as margin:
+                out = model(input_ids=tokens[-1][None, None], position_ids=position, use_cache=True, **cache)
             logits.append(out.logits[0])
-    return torch.cat(logits), torch.stack(tokens)
+            margins.append(margin)
+    return torch.cat(logits), torch.stack(tokens), torch.cat(margins)
 
 
-def _largest_but_one(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """As Comparison.error_but_one."""
-    rows = (found.double() - exact).abs().nan_to_num(nan=math.inf).amax(1)
-    return rows.topk(2).values[1].item()
+def _distances(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    return (found.double() - exact).abs().nan_to_num(nan=math.inf).amax(1)
 
 
 @pytest.mark.full
@@ -167,6 +206,7 @@ def test_8000_tokens_and_their_mates(name: str, tmp_path: Path) -> None:
         model_type, **{"max_position_embeddings": 8192, **_layers(model_type), **overrides}
     )
     tiny_models.save(reference, tmp_path)
+    assert _uses_long_factors(reference, name)
     reference.set_attn_implementation("sdpa")  # eager would hold all scores at once
     reference.set_experts_implementation("eager")
     exact = copy.deepcopy(reference).double()
@@ -188,15 +228,18 @@ def test_8000_tokens_and_their_mates(name: str, tmp_path: Path) -> None:
         for n, logits in zip(prompts, driver.step([(n, expected[n][1][i : i + 1]) for n in prompts]), strict=True):
             found[n].append(logits)
 
-    errors = {n: _largest_but_one(torch.cat(found[n]), expected[n][0]) for n in prompts}
-    eager = max(_largest_but_one(plain[n], expected[n][0]) for n in prompts)
-    largest = max(logits.abs().max().item() for logits, _ in expected.values())
+    largest = max(logits.abs().max().item() for logits, _, _ in expected.values())
     assert largest > 0.5
-    assert eager < 1e-3 * largest, f"the oracle itself is unsteady: {eager} of {largest}"
-    assert max(errors.values()) <= TIMES_EAGER * eager + SHARE * largest, (errors, eager)
-    for n, (logits, tokens) in expected.items():
-        rows = torch.cat(found[n])[-NEW_TOKENS:]
+    errors = {n: _distances(torch.cat(found[n]), expected[n][0]) for n in prompts}
+    rows = Rows(
+        error_T=torch.cat(list(errors.values())),
+        eager_error_T=torch.cat([_distances(plain[n], expected[n][0]) for n in prompts]),
+        margin_T=torch.cat([expected[n][2] for n in prompts]),
+    )
+    _judge(rows, largest)
+    for n, (logits, tokens, _) in expected.items():
+        last = torch.cat(found[n])[-NEW_TOKENS:]
         best = logits[-NEW_TOKENS:].topk(2).values
-        clear = best[:, 0] - best[:, 1] > 2 * errors[n]
+        clear = best[:, 0] - best[:, 1] > 2 * errors[n][-NEW_TOKENS:].max()
         assert int(clear.sum()) > NEW_TOKENS // 2
-        assert rows.argmax(-1)[clear].tolist() == tokens[clear].tolist()
+        assert last.argmax(-1)[clear].tolist() == tokens[clear].tolist()

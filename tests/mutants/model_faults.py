@@ -71,6 +71,29 @@ EXPERTS = (
         test="tests/unit/test_moe_bf16.py::test_bits_are_those_of_fp64_rounded_where_documented[plain-reference-1]",
     ),
     Fault(
+        id="one-row-of-thousands-doubled",
+        words="in a long chunk one row's routed output is doubled in the last layer",
+        file="epruntime/moe/layer.py",
+        old="        return dispatcher.finalize(handle, topk_weights_TK)\n",
+        new="""        y_TH = dispatcher.finalize(handle, topk_weights_TK)
+        if self.layer_index == 1 and len(y_TH) > 1000:
+            y_TH[333] *= 2
+        return y_TH
+""",
+        test="tests/e2e/test_long_context.py::test_long_sequences_equal_transformers[llama3]",
+    ),
+    Fault(
+        id="long-factors-lost",
+        words="longrope keeps the factors of short sequences for long ones",
+        file="epruntime/models/adapter.py",
+        old="    config.use_cache = False\n",
+        new="""    config.use_cache = False
+    if "long_factor" in (parameters := getattr(config, "rope_parameters", None) or {}):
+        parameters["long_factor"] = parameters["short_factor"]
+""",
+        test="tests/e2e/test_long_context.py::test_long_sequences_equal_transformers[longrope]",
+    ),
+    Fault(
         id="combine-order",
         words="expert outputs are added in another order than k order",
         file="epruntime/ops/combine.py",
