@@ -35,8 +35,10 @@ def greedy_reference(
     tokens, logprobs, top1 = [], [], float("inf")
     with watch_selections() as router:
         for prompt in prompts:
+            ids_1P = torch.tensor([list(prompt)])
             out = model.generate(
-                torch.tensor([list(prompt)]),
+                ids_1P,
+                attention_mask=torch.ones_like(ids_1P),  # or it would take id 0 for padding
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 eos_token_id=None,
