@@ -203,7 +203,8 @@ def _multimodal(defaults: Any, **overrides: Any) -> Any:
         tower = _tower(defaults, name)
         if tower is not None:
             parts[name] = tower
-    return type(defaults)(**parts, tie_word_embeddings=False)
+    tied = getattr(parts["text_config"], "tie_word_embeddings", False)
+    return type(defaults)(**parts, tie_word_embeddings=tied)
 
 
 def _tower(whole: Any, name: str) -> Any:
