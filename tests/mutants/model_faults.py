@@ -23,8 +23,8 @@ EXPERTS = (
         id="renormalisation-lost",
         words="the router's top-k weights are not renormalised",
         file="epruntime/models/adapter.py",
-        old="    config.use_cache = False\n",
-        new="    config.use_cache = False\n    config.norm_topk_prob = False\n",
+        old="        part.use_cache = False\n",
+        new="        part.use_cache = part.norm_topk_prob = False\n",
         test="tests/e2e/test_conformance.py::test_equals_transformers_fp32[qwen3_moe-norm_topk_prob]",
     ),
     Fault(
@@ -86,10 +86,10 @@ EXPERTS = (
         id="long-factors-lost",
         words="longrope keeps the factors of short sequences for long ones",
         file="epruntime/models/adapter.py",
-        old="    config.use_cache = False\n",
-        new="""    config.use_cache = False
-    if "long_factor" in (parameters := getattr(config, "rope_parameters", None) or {}):
-        parameters["long_factor"] = parameters["short_factor"]
+        old="        part.use_cache = False\n",
+        new="""        part.use_cache = False
+        if "long_factor" in (parameters := getattr(part, "rope_parameters", None) or {}):
+            parameters["long_factor"] = parameters["short_factor"]
 """,
         test="tests/e2e/test_long_context.py::test_long_sequences_equal_transformers[longrope]",
     ),
@@ -318,8 +318,8 @@ SAMPLING = (
         id="model-eos-ignored",
         words="end-of-sequence ids of generation_config.json are not used",
         file="epruntime/models/loader.py",
-        old="{*adapter.as_ids(config.eos_token_id), *generation.eos_token_ids}",
-        new="{*adapter.as_ids(config.eos_token_id)}",
+        old="{*_eos_token_ids(config, language), *generation.eos_token_ids}",
+        new="{*_eos_token_ids(config, language)}",
         test="tests/unit/test_models_loading.py::test_info",
     ),
     Fault(
