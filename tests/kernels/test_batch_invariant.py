@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from epruntime.ops import batch_invariant, row_independent
 from tests.kernels import batch_invariant_cases as cases
 from tests.kernels.batch_invariant_cases import Case
+from tests.kernels.rows_on_threads import num_parts
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 TOTAL, MOST = 150, 70
@@ -55,23 +56,37 @@ def _several(found: Any) -> tuple[torch.Tensor, ...]:
     return (found,) if isinstance(found, torch.Tensor) else tuple(found)
 
 
-#: (threads, width, rows, in every layout). What torch shares out among threads it does from 2,048 or 32,768 elements
-#: on: few row counts suffice there, since threads cost more than the work where cores are few.
+#: (threads, width, rows, in every layout). Torch uses another thread from 2,048 elements on in some ops, from 32,768 in
+#: most: of 130 every row count, and of WIDE a few, whose parts are no whole vector steps by themselves.
 ALL_ROWS = range(1, MOST + 1)
 SOME_ROWS = (1, 2, 16, 17, 31, 32, 33, 45, 64, 70)
+WIDE, WIDE_ROWS = 6607, (1, 5, 6, 10, 11, 15, 16)
 ON_ONE_THREAD = [(1, width, ALL_ROWS, True) for width in (1, 7, 33, 64, 130)] + [(1, 1030, SOME_ROWS, True)]
 ON_THREADS = [
     entry
     for num_threads in (2, 3, 4)
     for entry in (
-        (num_threads, 33, ALL_ROWS, False),
-        (num_threads, 130, SOME_ROWS, False),
-        (num_threads, 1030, SOME_ROWS, False),
+        (num_threads, 33, SOME_ROWS, False),
+        (num_threads, 130, ALL_ROWS, False),
+        (num_threads, WIDE, WIDE_ROWS, False),
     )
 ]
 EVERYTHING = ON_ONE_THREAD + ON_THREADS
-LIGHTER = [(n, w, rows, False) for n, w, rows, _ in EVERYTHING if w != 130]
+LIGHTER = [entry for entry in ON_ONE_THREAD if entry[1] != 130] + ON_THREADS
 NARROW = [(n, w, rows, every) for n, w, rows, every in EVERYTHING if w < 1030 and not (every and w == 130)]
+
+
+def test_all_threads_get_elements() -> None:
+    """Of both grains, on every number of threads; of the smaller one at many counts of rows."""
+    for num_threads in (2, 3, 4):
+        for grain in row_independent.GRAINS:
+            busy = {
+                count
+                for n, width, counts, _ in LIGHTER
+                for count in counts
+                if n == num_threads and num_parts(count * width, grain, n) == n
+            }
+            assert len(busy & set(ALL_ROWS)) >= (23 if grain == row_independent.GRAINS[0] else 2), (num_threads, grain)
 
 
 def check(case: Case, dtype: torch.dtype, schedule: list[tuple[int, int, Sequence[int], bool]]) -> None:
@@ -79,13 +94,13 @@ def check(case: Case, dtype: torch.dtype, schedule: list[tuple[int, int, Sequenc
     for num_threads, width, counts, every_layout in schedule:
         if width not in wholes:
             torch.set_num_threads(1)
-            x = _data(case, width, dtype)
+            x = _data(case, width, dtype)[: 2 * max(counts) + 10]
             wholes[width] = (x, _several(case.run(x)))
         x, whole = wholes[width]
-        few = any(len(out) < TOTAL for out in whole)  # a case that looks at some rows only, row by row
+        few = any(len(out) < len(x) for out in whole)  # a case that looks at some rows only, row by row
         torch.set_num_threads(num_threads)
         for count in counts:
-            first = 0 if few else count * 37 % (TOTAL - count)
+            first = 0 if few else count * 37 % (len(x) - count)
             for layout in LAYOUTS if every_layout else (LAYOUTS[(count + num_threads) % 4],):
                 found = _several(case.run(layout(x[first : first + count])))
                 for out, expected in zip(found, whole, strict=True):
@@ -130,7 +145,7 @@ def test_rows_longer_than_a_thread_s_share(dtype: torch.dtype, installed: None) 
         (case,) = [c for c in (*cases.REPLACED, *cases.ROW_LOCAL) if c.name == name]
         torch.set_num_threads(1)
         whole = case.run(x)
-        for num_threads in (1, 2, 4):
+        for num_threads in (1, 2, 3, 4):
             torch.set_num_threads(num_threads)
             for rows in (slice(0, 1), slice(3, 4), slice(1, 3), slice(0, 5)):
                 assert torch.equal(case.run(x[rows]), whole[rows]), f"{name}, rows {rows} on {num_threads} threads"
@@ -232,6 +247,17 @@ def test_what_torch_itself_does_is_caught() -> None:
     (case,) = [c for c in cases.REPLACED if c.name == "silu"]
     with pytest.raises(AssertionError, match=r"silu: .* rows of 33"):
         check(case, torch.float32, [(1, 33, range(1, 20), True)])
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 4])
+def test_what_torch_does_on_one_more_thread_is_caught(num_threads: int, threads: None) -> None:
+    """Negative control: it cuts rows of WIDE in so many parts, whose last elements are computed in scalar form."""
+    x = torch.randn(18, WIDE, generator=torch.Generator().manual_seed(0))
+    found = []
+    for n in (num_threads - 1, num_threads):
+        torch.set_num_threads(n)
+        found.append([F.mish(x[:count]) for count in (15, 16, 17, 18)])
+    assert not all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "vector_norm"])

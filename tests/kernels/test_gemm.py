@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from epruntime.ops.gemm import bmm, grouped_matmul, matmul
+from tests.kernels.rows_on_threads import counts_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -86,7 +87,10 @@ def test_how_the_factors_lie_in_memory_changes_nothing(implementation: str, dtyp
 def test_rows_1_to_70_on_threads_1_to_4(
     implementation: str, dtype: torch.dtype, num_threads: int, threads: None
 ) -> None:
-    """The row alone on one thread, and in every batch, at another place, on any number of threads."""
+    """The row alone on one thread, and in every batch, at another place, on any number of threads.
+
+    Where one row is enough for several threads: test_rows_on_threads.py.
+    """
     shapes = ((64, 200, "column-major"), (131, 96, "row-major"), (96, 5, "row-major"), (1100, 29, "column-major"))
     if implementation == "reference":
         shapes = ((33, 20, "column-major"),)
@@ -96,7 +100,7 @@ def test_rows_1_to_70_on_threads_1_to_4(
         torch.set_num_threads(1)
         alone = torch.cat([matmul(a[i : i + 1], b, bias) for i in range(70)])
         torch.set_num_threads(num_threads)
-        for rows in range(1, 71):
+        for rows in counts_of(implementation)[num_threads]:
             first = 70 - rows if rows % 2 else 0
             part = slice(first, first + rows)
             assert torch.equal(matmul(a[part], b, bias), alone[part]), f"{rows} rows from {first} of {k} x {n}"
@@ -186,7 +190,7 @@ def test_batches_are_their_products(implementation: str, dtype: torch.dtype, thr
     a, b = numbers(5, 3, 40, dtype=dtype), numbers(5, 40, 30, dtype=dtype, seed=1)
     want = torch.stack([matmul(a[i], b[i]) for i in range(5)])
     shared = torch.stack([matmul(a[i], b[2]) for i in range(5)])
-    for count in (1, 2, 4):
+    for count in (1, 2, 3, 4):
         torch.set_num_threads(count)
         assert torch.equal(bmm(a, b), want)
         assert torch.equal(bmm(a, b.transpose(1, 2).contiguous().transpose(1, 2)), want)
@@ -197,7 +201,7 @@ def test_batches_are_their_products(implementation: str, dtype: torch.dtype, thr
 
 
 @DTYPES
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_groups_are_their_products(implementation: str, dtype: torch.dtype, num_threads: int, threads: None) -> None:
     """Groups of 0, 1, many and 0 rows; rows past the last group are zero, whatever x has there."""
     sizes = [0, 1, 37, 0, 2, 8, 0]

@@ -1,4 +1,4 @@
-"""A row's bits must not depend on how many rows, which rows, or how many threads work beside it."""
+"""Attention: a row's bits depend neither on the rows beside it nor on where its keys lie."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from epruntime.ops.combine import combine_rows
 from tests.kernels.paged import PagedCase
 
 CASES = {
@@ -43,19 +42,6 @@ def test_prefill_chunks_and_decode_give_equal_bits(implementation: str, name: st
         assert torch.equal(case.run([(0, position, position + 1)])[0][0], whole[position]), f"decode at {position}"
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_rows_1_to_70_on_threads_1_to_4(implementation: str, num_threads: int, threads: None) -> None:
-    case = PagedCase(lengths=[190, 140], H=4, K=2, D=32, V=32)
-    torch.set_num_threads(1)
-    whole, mate = case.run([(0, 0, 190), (1, 0, 140)])
-    torch.set_num_threads(num_threads)
-    counts = range(1, 71) if implementation != "reference" else range(1, 71, 6)
-    for rows in counts:
-        out, other = case.run([(0, 190 - rows, 190), (1, 70, 70 + rows)])
-        assert torch.equal(out, whole[190 - rows :]), f"{rows} rows on {num_threads} threads"
-        assert torch.equal(other, mate[70 : 70 + rows]), f"{rows} rows of the second sequence"
-
-
 def test_where_the_blocks_lie_changes_nothing(implementation: str) -> None:
     first = PagedCase(lengths=[200], seed=0)
     second = PagedCase(lengths=[3, 200, 40], block_size=8, seed=1)
@@ -63,18 +49,3 @@ def test_where_the_blocks_lie_changes_nothing(implementation: str) -> None:
     for cache, rows in ((second.k_cache, first.k), (second.v_cache, first.v)):
         cache.view(-1, *cache.shape[2:])[second.slots(1, 0, 200)] = rows[0]
     assert torch.equal(first.run([(0, 0, 200)])[0], second.run([(1, 0, 200)])[0])
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_combine(implementation: str, dtype: torch.dtype, num_threads: int, threads: None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(500, 130, generator=generator).to(dtype)
-    index = torch.randint(-1, 500, (70, 8), generator=generator, dtype=torch.int32)
-    weights = torch.rand(70, 8, generator=generator)
-    torch.set_num_threads(1)
-    whole = combine_rows(rows, index, weights)
-    torch.set_num_threads(num_threads)
-    for count in range(1, 71):
-        order = torch.randperm(70, generator=generator)[:count]
-        assert torch.equal(combine_rows(rows, index[order], weights[order]), whole[order]), f"{count} rows"

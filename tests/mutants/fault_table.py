@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults import Fault
+from kernel_faults import KERNELS
 from model_faults import EXPERTS, SAMPLING
 
 _CONTROL = "tests/unit/test_control_channel.py::"
@@ -277,4 +278,4 @@ PREFLIGHT = (
     ),
 )
 
-FAULTS = (*EXPERTS, *SAMPLING, *SCHEDULING, *CONTROL, *SERVING, *PREFLIGHT)
+FAULTS = (*EXPERTS, *SAMPLING, *KERNELS, *SCHEDULING, *CONTROL, *SERVING, *PREFLIGHT)
