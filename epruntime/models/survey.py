@@ -92,10 +92,8 @@ def _kind(model_type: str) -> Any:
 
 def _counts_experts(kind: Any) -> bool:
     names = {name for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
-    parts = [
-        part for part in (getattr(kind, "sub_configs", None) or {}).values() if part is not transformers.AutoConfig
-    ]
-    parts += [_kind(model_type) for model_type in _language_types(kind)]
+    parts = {*(getattr(kind, "sub_configs", None) or {}).values(), *map(_kind, _language_types(kind))}
+    parts -= {kind, transformers.AutoConfig}  # 5.16 has a configuration that is a part of itself
     return any(_COUNTS.search(name) for name in names) or any(_counts_experts(part) for part in parts)
 
 

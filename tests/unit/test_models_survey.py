@@ -47,7 +47,7 @@ def test_no_architecture_with_experts_is_left_out() -> None:
         for file in folder.glob("*/modeling_*.py")
         if re.search(r"^class \w*(Experts|SparseMoe\w*|MoE)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert len(with_experts) > 60
+    assert len(with_experts) > 50
     listed = {_folder(t) for t in survey.candidates()}
     others = {_folder(t) for t in transformers.CONFIG_MAPPING if t not in survey._CLASSES}
     missing = with_experts - listed
