@@ -5,15 +5,16 @@ VerifyConfig, model, ranks -> Setting -> baseline (every request alone) and one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from epruntime.config import EngineConfig
+from epruntime.config import EngineConfig, SchedulerConfig
 from epruntime.config.verify import CASES
 from epruntime.models.info import ModelInfo
 from epruntime.moe.placement import placement_for
-from epruntime.verify.requests import Shape, VerifyRequest
+from epruntime.verify.preemption import preemption_runs
+from epruntime.verify.requests import KINDS, Shape, VerifyRequest, kinds_of
 from epruntime.verify.session import RunFacts, RunSettings, Submission
 from epruntime.words import counted
 
@@ -22,6 +23,8 @@ BATCH, ROWS = 64, 12
 #: fewest submissions of a case that needs a crowd; few requests are submitted several times.
 _CROWD = 8
 _ROWS_TOKENS = 4
+#: submissions of the negative control.
+_CONTROL = 4
 _BUDGET_ROWS = 5
 _NUM_SHIFTS = 3
 #: weights above which nothing is tried unasked that takes much more memory per rank.
@@ -47,7 +50,7 @@ class Case:
     Attributes:
         name: of the kind, as in CASES, with a number where there are several. varied: in words.
         parallel: fields of ParallelConfig that differ from the configuration; the model is loaded anew for them.
-        runs: made one after another. until_proven: stop at the first with which the proof is complete.
+        runs: made one after another.
         num_tokens: output tokens of each submission.
         skipped: why it makes no sense here; then there are no runs.
     """
@@ -57,7 +60,6 @@ class Case:
     prove: Prove
     runs: tuple[RunSettings, ...] = ()
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    until_proven: bool = False
     num_tokens: int
     skipped: str = ""
 
@@ -120,11 +122,20 @@ def make_cases(setting: Setting, names: Sequence[str]) -> list[Case]:
 
 def control_runs(setting: Setting) -> tuple[RunSettings, RunSettings]:
     """Of the negative control: some requests alone, and the same ones at once, on the first rank."""
-    chosen = [replace(submission, rank=0) for submission in setting.submissions(4)]
+    chosen = [replace(submission, rank=0) for submission in setting.submissions(_CONTROL)]
     alone = baseline(setting)
-    return replace(
-        alone, waves=tuple((submission,) for submission in chosen[: len(setting.requests)])
-    ), setting.at_once(chosen)
+    together = setting.at_once(
+        chosen,
+        # whatever the user's budgets, or nobody has company
+        max_num_batched_tokens=most_rows(setting.config.scheduler, setting.shape),
+        max_num_seqs=max(_CONTROL, setting.config.scheduler.max_num_seqs),
+    )
+    return replace(alone, waves=tuple((submission,) for submission in chosen[: len(setting.requests)])), together
+
+
+def most_rows(scheduler: SchedulerConfig, shape: Shape) -> int:
+    """Rows of the largest step of any run."""
+    return max(scheduler.max_num_batched_tokens, ROWS * shape.longest_prompt, shape.max_model_len)
 
 
 def _crowd(setting: Setting) -> tuple[Submission, ...]:
@@ -173,6 +184,8 @@ def _chunks(s: Setting) -> list[Case]:
     longest = s.shape.longest_prompt
     if longest == 1:
         return [_skipped(s, "chunks", "prompts of one token")]
+    if s.shape.max_tokens == 1:
+        return [_skipped(s, "chunks", "outputs of one token: no prompt is prefilled beside a request that decodes")]
     small = max(2, min(5, longest // 2))
     sizes = [small] + [size for size in (min(33, longest - 1),) if size > small]
 
@@ -187,34 +200,86 @@ def _chunks(s: Setting) -> list[Case]:
 
 
 def _preempted(s: Setting) -> list[Case]:
-    def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
-        number = sum(run.counters["preemptions"] for run in runs)
-        return Proof(counters={"preemptions": number}, missing="" if number else "no request was preempted")
-
-    crowd = _crowd(s)
-    most = max(s.shape.blocks_of(len(submission.request.token_ids)) for submission in crowd)
-    runs = tuple(
-        replace(s.at_once(crowd), num_kv_blocks=most + extra) for extra in dict.fromkeys((0, 1, 2, most // 2, most))
+    if s.shape.max_tokens == 1:
+        return [_skipped(s, "preempted", "outputs of one token: no request that runs needs another KV block")]
+    whole, in_pieces = preemption_runs(
+        s.requests,
+        s.shape,
+        s.config.scheduler,
+        s.info.rope,
+        num_kv_blocks=s.config.cache.num_kv_blocks,
+        max_num_batched_tokens=most_rows(s.config.scheduler, s.shape),
     )
-    return [
-        Case(
-            name="preempted", varied=f"{most} KV blocks of {s.shape.block_size} per rank", prove=prove, runs=runs,
-            until_proven=True, num_tokens=s.shape.max_tokens,
+    if not whole:
+        crowd = _crowd(s)
+        most = max(s.shape.blocks_of(len(submission.request.token_ids)) for submission in crowd)
+        whole = [replace(s.at_once(crowd), num_kv_blocks=most)]
+
+    def prove(done: Sequence[RunFacts], *_: Any) -> Proof:
+        total = {
+            name: sum(run.counters[name] for run in done)
+            for name in ("preemptions", "recomputed_in_pieces", "prefix_hit_tokens")
+        }
+        amid = [s.requests[output.index] for run in done for output in run.outputs if output.preempted_amid]
+        counters: dict[str, int] = {"preemptions": total["preemptions"], "of requests that had sampled": len(amid)}
+        for words, kinds in KINDS.items():
+            counters[words] = sum(not set(kinds).isdisjoint(request.kinds) for request in amid)
+        counters |= {
+            "recomputed in pieces": total["recomputed_in_pieces"],
+            "tokens found in the cache": total["prefix_hit_tokens"],
+        }
+        found = {kind for request in amid for kind in request.kinds}
+        lost = [kind for kind in kinds_of(s.requests) if kind not in found]
+        missing = ""
+        if not total["preemptions"]:
+            missing = "no request was preempted; a larger --max-tokens lets outputs go on into another KV block"
+        elif not amid:
+            missing = "no request was preempted after it had sampled"
+        elif lost:
+            missing = f"no request with {', '.join(lost)} was preempted after it had sampled"
+        elif in_pieces and not any(run.counters["preemptions"] for run in done[len(whole) :]):
+            missing = "no request was preempted where prompts are prefilled in pieces"
+        return Proof(counters=counters, missing=missing)
+
+    def numbers(values: Iterable[int | None]) -> str:
+        return " and ".join(str(value) for value in dict.fromkeys(values))
+
+    varied = f"{numbers(run.num_kv_blocks for run in whole)} KV blocks of {counted(s.shape.block_size, 'token')}"
+    if in_pieces:
+        varied += (
+            f"; {numbers(run.num_kv_blocks for run in in_pieces)} with the prefix cache and at most "
+            f"{numbers(run.scheduler.max_num_batched_tokens for run in in_pieces)} tokens in a step"
         )
-    ]  # fmt: skip
+    runs = (*whole, *in_pieces)
+    return [Case(name="preempted", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
 
 
 def _prefix(s: Setting) -> list[Case]:
+    continued = [(request, k) for request in s.requests if (k := _end_of_block(s, request)) is not None]
+
     def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
         hits = runs[0].counters["prefix_hit_tokens"]
-        return Proof(counters={"tokens found": hits}, missing="" if hits else "nothing was found in the prefix cache")
+        counters = {"tokens found": hits, "outputs continued": sum(output.start > 0 for output in runs[0].outputs)}
+        return Proof(counters=counters, missing="" if hits else "nothing was found in the prefix cache")
 
     if s.shape.longest_prompt <= s.shape.block_size:
         return [_skipped(s, "prefix", "no prompt is longer than a KV block")]
     once = s.submissions()
-    run = RunSettings(waves=(once, once[::-1]), scheduler=s.config.scheduler, prefix_caching=True)
+    # outputs that end with a KV block, whose last token has never been computed; then that and two more in a prompt
+    first = [Submission(request=request.shortened(k), rank=request.index % s.size) for request, k in continued]
+    again = [(Submission(request=request, rank=request.index % s.size, num_done=k + 2),) for request, k in continued]
+    run = RunSettings(waves=((*first, *once), once[::-1], *again), scheduler=s.config.scheduler, prefix_caching=True)
     varied = "prompts found in the prefix cache"
     return [Case(name="prefix", varied=varied, prove=prove, runs=(run,), num_tokens=s.shape.max_tokens)]
+
+
+def _end_of_block(s: Setting, request: VerifyRequest) -> int | None:
+    """Output tokens after which a KV block of a greedy request ends and three more are to come; None: none does."""
+    if not request.greedy or s.info.rope.longest_original:  # there a longer prompt may be another thing than an output
+        return None
+    block = s.shape.block_size
+    number = -len(request.token_ids) % block or block
+    return number if number <= request.spec.max_tokens - 3 else None
 
 
 def _pipeline(s: Setting) -> list[Case]:

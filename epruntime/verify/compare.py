@@ -12,6 +12,7 @@ import numpy as np
 from epruntime.plan import TokenLogprobs
 from epruntime.verify.outputs import Output, entry_bytes
 from epruntime.verify.session import Trace
+from epruntime.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ class Comparison:
         num_compared: outputs; num_different: those of them that differ.
         first: of the output that was submitted first among those that differ; None: all are identical.
         digest: SHA-256 over all tokens and log-probabilities, by bits, in the order of the requests. Copies of a
-            request that agree count once: a case that covers what its baseline does, identically, has its digest.
+            request that agree count once, parts of an output not at all: a case that covers what its baseline does,
+            identically, has its digest.
     """
 
     num_compared: int
@@ -90,7 +92,7 @@ def compare(
 
     Args:
         expected: by request index.
-        num_tokens: output tokens that each output must have; the baseline has as many or more.
+        num_tokens: output tokens of each that are compared; the baseline may have more, or end before.
         expected_trace, trace: hidden states, where they were traced; they are compared, too.
         layers: names of their columns.
     """
@@ -116,18 +118,27 @@ def digest(outputs: Sequence[Output], *, num_tokens: int) -> str:
     sums = hashlib.sha256()
     blobs: dict[bytes, int] = {}
     for output in outputs:
-        blobs.setdefault(output.to_bytes(num_tokens), output.index)
+        if not output.start and output.end >= num_tokens:
+            blobs.setdefault(output.to_bytes(num_tokens), output.index)
     for blob in sorted(blobs, key=lambda blob: blobs[blob]):  # stable: copies that differ stay in their order
         sums.update(blob)
     return sums.hexdigest()[:16]
 
 
 def first_difference(expected: Output, got: Output, num_tokens: int) -> Difference | None:
-    """None if all bits are equal up to `num_tokens` output tokens, which both must have."""
+    """None if all bits of the tokens that were asked for are equal, up to `num_tokens`, and both end there."""
 
     def at(where: str, position: int, **more: Any) -> Difference:
         return Difference(request=got.index, rank=got.rank, where=where, position=position, **more)
 
+    end = min(num_tokens, got.end, len(expected.tokens))
+    if got.start:
+        expected = replace(
+            expected,
+            tokens=expected.tokens[got.start :],
+            logprobs=expected.logprobs[got.start :],
+            prompt_logprobs=None,
+        )
     if (expected.prompt_logprobs is None) != (got.prompt_logprobs is None):
         return at("prompt", 1, note="log-probabilities of the prompt are missing on one side")
     for position, (a, b) in enumerate(zip(expected.prompt_logprobs or (), got.prompt_logprobs or (), strict=False), 1):
@@ -135,15 +146,18 @@ def first_difference(expected: Output, got: Output, num_tokens: int) -> Differen
             return at("prompt", position, **_logprobs(a, b))
     if len(expected.prompt_logprobs or ()) != len(got.prompt_logprobs or ()):
         return at("prompt", min(len(expected.prompt_logprobs or ()), len(got.prompt_logprobs or ())), note="cut short")
-    for position in range(min(num_tokens, len(expected.tokens), len(got.tokens))):
+    for position in range(min(end - got.start, len(got.tokens))):
         a, b = expected.logprobs[position], got.logprobs[position]
         tokens = (expected.tokens[position], got.tokens[position])
         if tokens[0] != tokens[1] or entry_bytes(a) != entry_bytes(b):
             logprobs = _logprobs(a, b) if tokens[0] == tokens[1] else _chosen(a, b)
-            return at("output", position, expected_token=tokens[0], got_token=tokens[1], **logprobs)
-    if expected.error != got.error or len(got.tokens) < num_tokens <= len(expected.tokens):
-        note = f"it ended with {got.error or 'fewer tokens'!r}, expected {expected.error or f'{num_tokens} tokens'!r}"
-        return at("end", len(got.tokens), note=note)
+            return at("output", got.start + position, expected_token=tokens[0], got_token=tokens[1], **logprobs)
+    asked = min(num_tokens, got.end) - got.start
+    num_got = min(asked, len(got.tokens))
+    if expected.error != got.error or num_got != end - got.start:
+        words = [counted(number, "token") for number in (num_got, end - got.start)]
+        note = f"it ended with {got.error or words[0]!r}, expected {expected.error or words[1]!r}"
+        return at("end", got.start + len(got.tokens), note=note)
     return None
 
 
@@ -169,7 +183,7 @@ def _with_layer(
     if first is not None:
         num_prompt = next(output.num_prompt_tokens for output in outputs if output.index == first.request)
         # the token whose logits differ comes before the position that they are for
-        last = first.position - 1 + (0 if first.where == "prompt" else num_prompt)
+        last = first.position - 1 + (0 if first.where == "prompt" else num_prompt)  # of the whole request
         parting = _first_parting(expected, got, request=first.request, last=last)
         if parting is None:
             return replace(first, layer="after the last layer")

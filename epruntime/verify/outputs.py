@@ -15,17 +15,27 @@ class Output:
 
     Attributes:
         index: of its VerifyRequest; num_prompt_tokens: of its prompt. rank: where it ran.
+        start, end: output tokens that were asked for; those before `start` stood in the prompt.
         logprobs: one entry per token. prompt_logprobs: from the second prompt position on; None if not asked for.
         error: why it ended early; "" if it did not.
+        preempted_at: output tokens that it had each time that it was preempted.
     """
 
     index: int
     num_prompt_tokens: int = 0
     rank: int = 0
+    start: int = 0
+    end: int = 2**31
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str = ""
+    preempted_at: list[int] = field(default_factory=list)
+
+    @property
+    def preempted_amid(self) -> bool:
+        """It was preempted when it had sampled, and had to go on."""
+        return any(0 < number < len(self.tokens) for number in self.preempted_at)
 
     def to_bytes(self, num_tokens: int) -> bytes:
         """Everything up to `num_tokens` output tokens; equal bytes mean equal bits."""

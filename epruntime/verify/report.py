@@ -149,6 +149,8 @@ def render(report: VerifyReport) -> str:
         parts.append(_fold(f"against transformers: nothing was compared: {report.against_refused}"))
     if any(case.status == DIFFERENT for case in report.cases):
         parts.append(_fold(_next_step(report)))
+    elif {report.facts.expert_parallel_size, *report.facts.sizes} == {1}:
+        parts.append("only EP 1 was run: --expert-parallel-size N varies ranks, placement and sizes as well")
     parts.append(_fold(report.summary))
     return "\n\n".join(parts)
 
@@ -158,7 +160,8 @@ _HEAD = ("case", "what proves it", "result", "outputs", "tokens", "hash", "s")
 
 def _head(facts: VerifyFacts) -> str:
     signature = ", ".join(f"{name} {value}" for name, value in facts.signature.items())
-    versions = ", ".join(f"{name} {value}" for name, value in facts.versions.items())
+    others = {name: value for name, value in facts.versions.items() if facts.signature.get(name) != value}
+    versions = ", ".join(f"{name} {value}" for name, value in others.items())
     lines = (
         (
             "model",
@@ -167,7 +170,8 @@ def _head(facts: VerifyFacts) -> str:
         (
             "ranks",
             f"EP {facts.expert_parallel_size}, {counted(facts.threads_per_rank, 'thread')} each, on "
-            f"{', '.join(facts.hosts)}; {facts.launcher}, {facts.transport}, experts {facts.experts_backend}, "
+            f"{', '.join(facts.hosts)}; launcher {facts.launcher}, transport {facts.transport}, experts "
+            f"{facts.experts_backend}, "
             f"invariance={facts.invariance}",
         ),
         ("kernels", signature),

@@ -6,10 +6,11 @@ checkpoint -> Setting -> ranks -> baseline -> cases (a load for each setting of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,17 @@ from epruntime.launchers.pool import RankPool
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model
 from epruntime.verify.against import check_room, compare_with_transformers
-from epruntime.verify.cases import BATCH, LARGE_BYTES, ROWS, Case, Setting, baseline, control_runs, make_cases
+from epruntime.verify.cases import (
+    BATCH,
+    LARGE_BYTES,
+    ROWS,
+    Case,
+    Setting,
+    baseline,
+    control_runs,
+    make_cases,
+    most_rows,
+)
 from epruntime.verify.compare import Comparison, compare, digest
 from epruntime.verify.facts import VerifyFacts, collect_facts
 from epruntime.verify.outputs import Output
@@ -196,21 +207,21 @@ class _Verification:
         changed = {**parallel, "batch_dependent": True} if batch_dependent else parallel
         self._say("loading" + (f" with {', '.join(f'{k}={v}' for k, v in changed.items())}" if changed else ""))
         scheduler = self._config.scheduler
-        shape = self._shape
-        most = max(scheduler.max_num_batched_tokens, ROWS * shape.longest_prompt, shape.max_model_len)  # of any run
+        most = most_rows(scheduler, self._shape)
         config = replace(
             self._config,
             parallel=replace(self._config.parallel, **parallel),
             scheduler=replace(scheduler, max_num_batched_tokens=most),
         )
         first = self._base is None and not batch_dependent
-        return await Session.open(
-            config,
-            pool,
-            trace_layers=self._options.trace_layers,
-            batch_dependent=batch_dependent,
-            preflight=Preflight(config, self._info) if first and config.parallel.preflight else None,
-        )
+        with _silent_about_replicas(parallel):
+            return await Session.open(
+                config,
+                pool,
+                trace_layers=self._options.trace_layers,
+                batch_dependent=batch_dependent,
+                preflight=Preflight(config, self._info) if first and config.parallel.preflight else None,
+            )
 
     async def _run_baseline(self, setting: Setting, session: Session, pool: RankPool) -> None:
         began = time.monotonic()
@@ -243,9 +254,7 @@ class _Verification:
         began = time.monotonic()
         done: list[RunFacts] = []
         for settings in case.runs:
-            done.append(await session.run(settings))
-            if case.until_proven and not case.prove(done, (), ()).missing:
-                break
+            done.append(await session.run(settings, self._base.outputs))
         proof = case.prove(done, await session.group.stats(), self._base.stats)
         comparison = self._compare(self._base.outputs, self._base.trace, done, case.num_tokens)
         if comparison.first is not None:
@@ -353,6 +362,24 @@ def _prompts_of(config: EngineConfig, options: VerifyConfig) -> list[list[int]] 
     if not prompts or not all(prompts):
         raise ConfigError(f"prompts_file={options.prompts_file!r}: it needs lines that have tokens")
     return prompts
+
+
+@contextlib.contextmanager
+def _silent_about_replicas(parallel: Mapping[str, Any]) -> Iterator[None]:
+    """While a case loads more copies of experts than make sense: the user has not asked for them."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or not str(record.msg).startswith("num_redundant_experts=")
+
+    if "num_redundant_experts" not in parallel:
+        yield
+        return
+    log = logging.getLogger("epruntime.engine.model_group")
+    log.addFilter(wanted)
+    try:
+        yield
+    finally:
+        log.removeFilter(wanted)
 
 
 async def _close(session: Session) -> None:

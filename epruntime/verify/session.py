@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from epruntime.engine.token_updates import TokenUpdates
 from epruntime.errors import EngineDeadError
 from epruntime.launchers.pool import RankPool
 from epruntime.models.info import RopeLengths
-from epruntime.plan import FINISH_ERROR, FINISH_NONE
+from epruntime.plan import FINISH_ERROR, FINISH_NONE, NewRequest
 from epruntime.sampling_params import SamplingParams
 from epruntime.verify.outputs import Output
 from epruntime.verify.requests import VerifyRequest
@@ -35,10 +35,16 @@ Trace = dict[tuple[int, int], list[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A request for a rank (by ep_rank)."""
+    """A request for a rank (by ep_rank).
+
+    Attributes:
+        num_done: so many of its output tokens follow its prompt as if they were part of it, as in a conversation that
+            goes on; the others are to come.
+    """
 
     request: VerifyRequest
     rank: int
+    num_done: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,8 @@ class RunFacts:
 
     Attributes:
         outputs: of every submission, in order of the waves.
-        counters: of schedulers, core and MoE layers, over all ranks, in this run.
+        counters: of schedulers, core and MoE layers, over all ranks, in this run; `recomputed_in_pieces`: how
+            often a preempted request did not fit into a step when it came back.
         rows: rows computed in a step -> number of such steps, over all ranks; decode_rows: of steps that only decode.
         trace: empty unless the session traces layers; layers: names of its columns.
     """
@@ -91,6 +98,7 @@ class _Collector:
     def take(self, updates: TokenUpdates) -> None:
         for update in updates:
             output = self.outputs[update.rid]
+            output.preempted_at += [len(output.tokens)] * (update.num_preemptions - len(output.preempted_at))
             if update.finish == FINISH_ERROR:
                 output.error = update.error or "failed"
             else:
@@ -173,13 +181,22 @@ class Session:
     async def close(self) -> None:
         await self.group.unload()
 
-    async def run(self, settings: RunSettings) -> RunFacts:
-        """Raises EngineDeadError, RankLostError: the ranks cannot go on."""
+    async def run(self, settings: RunSettings, known: Mapping[int, Output] | None = None) -> RunFacts:
+        """Makes one run.
+
+        Args:
+            known: by request index, where submissions go on from what is known of their output.
+
+        Raises:
+            EngineDeadError, RankLostError: the ranks cannot go on.
+        """
         before = await self.group.stats()
         collector, routes = _Collector(), _Routes(len(self.group.ranks))
         schedulers = [self._scheduler(settings, blocks) for blocks in self.group.num_kv_blocks]
         rows: Counter[int] = Counter()
         decode_rows: Counter[int] = Counter()
+        entered: set[int] = set()
+        num_in_pieces = 0
 
         def on_step(num_prefill: int, num_decode: int) -> None:
             rows[num_prefill + num_decode] += 1
@@ -187,11 +204,17 @@ class Session:
                 decode_rows[num_decode] += 1
             collector.changed.set()
 
+        def on_scheduled(new: NewRequest) -> None:
+            nonlocal num_in_pieces
+            left = len(new.token_ids) - new.num_computed_tokens
+            num_in_pieces += new.rid in entered and left > settings.scheduler.max_num_batched_tokens
+            entered.add(new.rid)
+
         core = EngineCore(
             replace(self.config, scheduler=settings.scheduler),
             self.group.ranks,
             schedulers,
-            on_scheduled=lambda new: None,
+            on_scheduled=on_scheduled,
             on_updates=collector.take,
             on_step=on_step,
             on_dead=collector.fail,
@@ -207,7 +230,8 @@ class Session:
                     self._next_rid += 1
                     indices[rid], routes.routes[rid] = submission.request.index, submission.rank
                     collector.expect(rid, _empty_output(submission))
-                    core.add(_engine_request(rid, submission.request))
+                    done = known[submission.request.index].tokens[: submission.num_done] if known else []
+                    core.add(_engine_request(rid, submission.request, done))
                 await collector.wait()
             await collector.wait_idle(core)
         finally:
@@ -218,7 +242,7 @@ class Session:
         traces = await self.group.take_traces() if self._trace_layers else []
         return RunFacts(
             outputs=list(collector.outputs.values()),
-            counters=_counters(core, schedulers, before, after),
+            counters=_counters(core, schedulers, before, after) | {"recomputed_in_pieces": num_in_pieces},
             rows=rows,
             decode_rows=decode_rows,
             trace=_trace(traces, indices),
@@ -239,17 +263,26 @@ class Session:
 
 def _empty_output(submission: Submission) -> Output:
     request = submission.request
-    return Output(index=request.index, num_prompt_tokens=len(request.token_ids), rank=submission.rank)
+    return Output(
+        index=request.index,
+        num_prompt_tokens=len(request.token_ids),
+        rank=submission.rank,
+        start=submission.num_done,
+        end=request.spec.max_tokens,
+    )
 
 
-def _engine_request(rid: int, request: VerifyRequest) -> EngineRequest:
+def _engine_request(rid: int, request: VerifyRequest, done: Sequence[int]) -> EngineRequest:
+    spec = request.spec
+    if done:  # the log-probabilities of the longer prompt are not those that are expected
+        spec = replace(spec, max_tokens=spec.max_tokens - len(done), prompt_logprobs=-1)
     return EngineRequest(
         rid=rid,
         request_id=str(rid),
         prompt=None,
-        prompt_token_ids=list(request.token_ids),
+        prompt_token_ids=[*request.token_ids, *done],
         params=SamplingParams(),  # the core goes by `spec` alone
-        spec=request.spec,
+        spec=spec,
         arrival_time=0.0,
     )
 
