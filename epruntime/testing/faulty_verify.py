@@ -8,11 +8,16 @@ load, so that one pool serves many tests. An absent or empty file is no fault.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from epruntime.plan import NewRequest, StepPlan
+from epruntime.worker.input_batch import InputBatch
+from epruntime.worker.logit_adjuster import LogitAdjuster
 from epruntime.worker.process import rank_process
+from epruntime.worker.request import RankRequest
 
 FAULT_FILE = "EPRUNTIME_TEST_VERIFY"
 #: the layer that is made wrong, and the row of a step from which on it is.
@@ -23,7 +28,17 @@ FAULTS = {
     "crowded_row": "in one MoE layer, rows from the tenth of a step on get another last bit, as by a kernel's tail",
     "other_rank": "on the second rank one MoE layer gives other last bits, as where hosts differ in instructions",
     "no_control": "the negative control does nothing, so that nothing can be caught",
+    "forgotten_output": "to a request that comes back from a preemption its output counts as prompt",
+    "forgotten_filters": "such a request has no top-k, top-p, min-p any more",
+    "forgotten_end": "such a request is not ended by a token any more",
+    "shifted_piece": "the later pieces of such a request's history are computed a position too late",
     "weights_twice": "routing weights are applied a second time: the same in every batch, and wrong",
+}
+
+#: fault -> fields of the SamplingSpec of a request that comes back.
+_FORGOTTEN: dict[str, dict[str, Any]] = {
+    "forgotten_filters": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "forgotten_end": {"stop_ids": (), "min_tokens": 0},
 }
 
 
@@ -37,6 +52,7 @@ def break_rank(slot: int) -> None:
 
     now = {"fault": ""}
     true_load, true_forward = generation.Generation.load, MoELayer.forward
+    true_init, true_rows = RankRequest.__init__, InputBatch._write_rows
 
     def load(self: Any, *args: Any) -> Any:
         path = Path(os.environ[FAULT_FILE])
@@ -60,6 +76,22 @@ def break_rank(slot: int) -> None:
             return _other_bits(y_TH, 0, num_tokens)
         return y_TH
 
+    def init(self: RankRequest, new: NewRequest, **more: Any) -> None:
+        if len(new.token_ids) > new.num_prompt_tokens:
+            spec = replace(new.sampling, **_FORGOTTEN.get(now["fault"], {}))
+            new = replace(new, sampling=spec)
+        true_init(self, new, **more)
+        if now["fault"] == "forgotten_output":
+            self.adjuster = LogitAdjuster.of(new.sampling, self.tokens, self.num_tokens)
+
+    def write_rows(self: InputBatch, plan: StepPlan, request: RankRequest, row: int, count: int) -> None:
+        true_rows(self, plan, request, row, count)
+        again = not request.decoding and request.num_tokens > request._num_prompt_tokens
+        if now["fault"] == "shifted_piece" and again and request.num_computed:
+            self._positions_T[row : row + count] += 1
+
+    mock.patch.object(RankRequest, "__init__", init).start()
+    mock.patch.object(InputBatch, "_write_rows", write_rows).start()
     mock.patch.object(generation.Generation, "load", load).start()
     mock.patch.object(generation, "make_batch_dependent", control).start()
     mock.patch.object(MoELayer, "forward", forward).start()

@@ -265,10 +265,16 @@ def _prefix(s: Setting) -> list[Case]:
     if s.shape.longest_prompt <= s.shape.block_size:
         return [_skipped(s, "prefix", "no prompt is longer than a KV block")]
     once = s.submissions()
+    # another one first: alone each has the blocks that the first of a crowd has, where its own keys may still be
+    others = [submission for submission in once if submission.request not in [request for request, _ in continued]]
+    lead = sorted(others, key=lambda submission: len(submission.request.token_ids))[-1:]
+    rest = [submission for submission in once if submission not in lead]
     # outputs that end with a KV block, whose last token has never been computed; then that and two more in a prompt
     first = [Submission(request=request.shortened(k), rank=request.index % s.size) for request, k in continued]
     again = [(Submission(request=request, rank=request.index % s.size, num_done=k + 2),) for request, k in continued]
-    run = RunSettings(waves=((*first, *once), once[::-1], *again), scheduler=s.config.scheduler, prefix_caching=True)
+    run = RunSettings(
+        waves=((*lead, *first, *rest), once[::-1], *again), scheduler=s.config.scheduler, prefix_caching=True
+    )
     varied = "prompts found in the prefix cache"
     return [Case(name="prefix", varied=varied, prove=prove, runs=(run,), num_tokens=s.shape.max_tokens)]
 

@@ -18,7 +18,7 @@ class Output:
         start, end: output tokens that were asked for; those before `start` stood in the prompt.
         logprobs: one entry per token. prompt_logprobs: from the second prompt position on; None if not asked for.
         error: why it ended early; "" if it did not.
-        preempted_at: output tokens that it had each time that it was preempted.
+        preempted_at: output tokens that it had each time that it came back from a preemption.
     """
 
     index: int

@@ -214,7 +214,7 @@ class _Verification:
             scheduler=replace(scheduler, max_num_batched_tokens=most),
         )
         first = self._base is None and not batch_dependent
-        with _silent_about_replicas(parallel):
+        with silent_about_replicas(parallel):
             return await Session.open(
                 config,
                 pool,
@@ -365,7 +365,7 @@ def _prompts_of(config: EngineConfig, options: VerifyConfig) -> list[list[int]] 
 
 
 @contextlib.contextmanager
-def _silent_about_replicas(parallel: Mapping[str, Any]) -> Iterator[None]:
+def silent_about_replicas(parallel: Mapping[str, Any]) -> Iterator[None]:
     """While a case loads more copies of experts than make sense: the user has not asked for them."""
 
     def wanted(record: logging.LogRecord) -> bool:

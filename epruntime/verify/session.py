@@ -98,7 +98,6 @@ class _Collector:
     def take(self, updates: TokenUpdates) -> None:
         for update in updates:
             output = self.outputs[update.rid]
-            output.preempted_at += [len(output.tokens)] * (update.num_preemptions - len(output.preempted_at))
             if update.finish == FINISH_ERROR:
                 output.error = update.error or "failed"
             else:
@@ -206,8 +205,10 @@ class Session:
 
         def on_scheduled(new: NewRequest) -> None:
             nonlocal num_in_pieces
-            left = len(new.token_ids) - new.num_computed_tokens
-            num_in_pieces += new.rid in entered and left > settings.scheduler.max_num_batched_tokens
+            if new.rid in entered:  # it comes back
+                collector.outputs[new.rid].preempted_at.append(len(new.token_ids) - new.num_prompt_tokens)
+                left = len(new.token_ids) - new.num_computed_tokens
+                num_in_pieces += left > settings.scheduler.max_num_batched_tokens
             entered.add(new.rid)
 
         core = EngineCore(

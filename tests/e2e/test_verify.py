@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from epruntime.cli.main import main
 from epruntime.config.verify import CASES
 from epruntime.engine import block_pool, kv_cache
+from epruntime.engine.kv_reference import ReferenceKVCache
 from epruntime.engine.ranks import Ranks
 from epruntime.errors import ConfigError
 from epruntime.launchers.local import LocalLauncher
 from epruntime.testing import faulty_verify
 from epruntime.testing.tiny_models import build, save
 from epruntime.verify import VerifyConfig, VerifyReport, against, verify
+from epruntime.verify.requests import make_requests, shape_of
 
+VOCABULARY = 99
 SMALL: dict[str, Any] = {"num_prompts": 6, "max_tokens": 6, "max_prompt_tokens": 20, "seed": 11}
 
 
@@ -57,9 +61,12 @@ def test_all_cases_are_proven(mixtral: str, ranks: Ranks) -> None:
     assert {"threads-2", "size-1", "size-3"} <= set(statuses)
     assert report.exit_code == 0
     # what covers all that the baseline covers has its hash
-    whole = {case.digest for case in report.cases if case.name != "rows"}
+    whole = {case.digest for case in report.cases if case.name not in ("rows", "preempted")}
     assert len(whole) == 1
-    # the control is found in the very layer that was made to depend on the batch, at the first token after the prompt
+    counters = {name: number for case in report.cases for name, number in case.counters.items()}
+    for words in ("with penalties", "bias", "filters", "recomputed in pieces", "outputs continued"):
+        assert counters[words] > 0, words
+    # the control is found in the very layer that was made to depend on the batch
     control = report.control
     assert control.status == "caught"
     assert control.difference is not None
@@ -97,13 +104,92 @@ def test_lengths_of_a_few_tokens(mixtral: str, ranks: Ranks) -> None:
     assert report.exit_code == 0
     report = verify(mixtral, VerifyConfig(seed=3, cases="chunks"), ranks=ranks, max_model_len=2)
     assert report.exit_code == 3
+    # outputs of one token: nothing decodes, and the control is caught all the same
+    report = verify(mixtral, VerifyConfig(seed=3, cases="batch,chunks,prefix", max_tokens=1), ranks=ranks)
+    assert _statuses(report) == {
+        "alone": "baseline", "batch": "identical", "prefix": "identical", "chunks": "skipped",
+    }  # fmt: skip
+    assert report.exit_code == 0
+    report = verify(mixtral, VerifyConfig(seed=3, cases="rows,chunks,preempted"), ranks=ranks, max_model_len=4)
+    assert report.exit_code == 0, report.summary
 
 
-def test_a_block_found_whatever_precedes_it(mixtral: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def _after(parent: int, token_ids: bytes) -> bytes:
+    return parent.to_bytes(8, "little") + token_ids
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(lambda parent, ids: ids, id="whatever-precedes-it"),
+        pytest.param(lambda parent, ids: _after(parent, ids[4:]), id="without-its-first-token"),
+        pytest.param(lambda parent, ids: _after(parent, ids[:-4]), id="without-its-last-token"),
+        pytest.param(lambda parent, ids: _after(parent, bytes(sorted(ids))), id="in-any-order"),
+    ],
+)
+def test_a_block_found_by_a_wrong_key(
+    key: Callable[[int, bytes], bytes], mixtral: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_cache, "_native", lambda: None)
-    monkeypatch.setattr(block_pool, "content_key", lambda parent, token_ids: token_ids)
-    report = verify(mixtral, VerifyConfig(num_prompts=8, seed=3, cases="prefix"), ranks=ranks)
-    assert _statuses(report)["prefix"] == "different"
+    monkeypatch.setattr(block_pool, "content_key", key)
+    options = VerifyConfig(num_prompts=9, max_tokens=2, max_prompt_tokens=30, seed=3, cases="prefix")
+    assert _statuses(verify(mixtral, options, ranks=ranks))["prefix"] == "different"
+
+
+def _publish_when_admitted(patch: pytest.MonkeyPatch) -> None:
+    admit = ReferenceKVCache.admit
+
+    def faulty(self: ReferenceKVCache, rid: int, num_skippable: int) -> Any:
+        admitted = admit(self, rid, num_skippable)
+        if admitted is not None and self.prefix_caching:
+            self._publish(self._sequences[rid], len(self._sequences[rid].token_ids))
+        return admitted
+
+    patch.setattr(ReferenceKVCache, "admit", faulty)
+
+
+def _publish_before_the_last_token_is_computed(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: ReferenceKVCache, rids: np.ndarray, token_ids: np.ndarray) -> list[int]:
+        for rid, token in zip(rids.tolist(), token_ids.tolist(), strict=True):
+            sequence = self._sequences[rid]
+            sequence.token_ids.append(token)
+            if sequence.publish_at <= len(sequence.token_ids) <= len(sequence.block_ids) * self.block_size:
+                self._publish(sequence, len(sequence.token_ids))
+        return []
+
+    patch.setattr(ReferenceKVCache, "append", faulty)
+
+
+def _keep_the_key_of_an_evicted_block(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: block_pool.BlockPool, block: int) -> None:
+        self._key_of[block] = None  # it may be published anew, and is still found as what it was
+
+    def share(self: block_pool.BlockPool, blocks: list[int]) -> None:
+        for block in blocks:
+            self._cached.pop(block, None)
+            if block in self._free:
+                self._free.remove(block)
+            self._refs[block] += 1
+
+    patch.setattr(block_pool.BlockPool, "_forget", faulty)
+    patch.setattr(block_pool.BlockPool, "share", share)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (_publish_when_admitted, "preempted"),
+        (_publish_before_the_last_token_is_computed, "prefix"),
+        (_keep_the_key_of_an_evicted_block, "preempted"),
+    ],
+)
+def test_a_block_that_does_not_hold_what_it_is_found_for(
+    fault: Callable[[pytest.MonkeyPatch], None], case: str, mixtral: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_native", lambda: None)
+    fault(monkeypatch)
+    options = VerifyConfig(num_prompts=8, max_tokens=6, max_prompt_tokens=60, seed=3, cases=case)
+    assert _statuses(verify(mixtral, options, ranks=ranks))[case] == "different"
 
 
 def test_without_room_for_transformers_the_rest_counts(
@@ -140,6 +226,30 @@ def test_a_row_that_depends_on_its_place_is_found(mixtral: str, faulty: tuple[Ra
     assert (batch.difference.request, batch.difference.layer_position) == (1, 0)
     assert batch.digest != report.cases[0].digest
     assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("forgotten_output", {"frequency_penalty", "presence_penalty"}),
+        ("forgotten_filters", {"top_p", "top_k", "min_p"}),
+        ("forgotten_end", {"stop_ids"}),
+        ("shifted_piece", set()),
+    ],
+)
+def test_what_a_preempted_request_loses_is_found(
+    name: str, kinds: set[str], mixtral: str, faulty: tuple[Ranks, Path]
+) -> None:
+    wrong, fault = faulty
+    fault.write_text(name)
+    options = VerifyConfig(num_prompts=8, max_tokens=8, max_prompt_tokens=20, seed=3, cases="preempted")
+    (_, preempted) = verify(mixtral, options, ranks=wrong).cases
+    assert preempted.status == "different"
+    assert preempted.difference is not None
+    if kinds:
+        shape = shape_of(max_model_len=512, max_tokens=8, max_prompt_tokens=20, block_size=16)
+        requests = make_requests([[5]] * 8, shape, vocab_size=VOCABULARY, seed=3)
+        assert kinds & set(requests[preempted.difference.request].kinds)
 
 
 def test_a_rank_that_computes_otherwise_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:

@@ -156,3 +156,28 @@ def test_what_differs_after_the_last_layer() -> None:
     assert found.first is not None
     assert found.first.layer == "after the last layer"
     assert str(found.first).endswith("hidden states part after the last layer")
+
+
+def test_an_output_that_ends_early_ends_there_everywhere() -> None:
+    base = _output(0, (5, 6))
+    assert first_difference(base, _output(0, (5, 6)), 8) is None
+    assert first_difference(base, replace(_output(0, (5,)), end=1), 8) is None  # no more was asked for
+    for tokens, words in (((5,), "1 token"), ((5, 6, 7), "3 tokens")):
+        found = first_difference(base, _output(0, tokens), 8)
+        assert found is not None
+        assert (found.where, found.note) == ("end", f"it ended with {words!r}, expected '2 tokens'")
+    # what ends beyond the tokens that are compared is not seen
+    assert first_difference(base, _output(0, (5, 6, 7)), 2) is None
+
+
+def test_an_output_that_is_gone_on_with_has_the_rest_of_the_tokens() -> None:
+    base = _output(0, (5, 6, 7), prompt=3)
+    rest = Output(index=0, start=1, end=3, tokens=[6, 7], logprobs=base.logprobs[1:])
+    assert compare({0: base}, [base, rest], num_tokens=3).first is None
+    # it is no whole output, and leaves the digest alone
+    assert digest([base, rest], num_tokens=3) == digest([base], num_tokens=3)
+    assert digest([base, replace(base, tokens=[5], end=1)], num_tokens=3) == digest([base], num_tokens=3)
+    found = first_difference(base, replace(rest, tokens=[6, 8]), 3)
+    assert found is not None
+    assert (found.where, found.position, found.expected_token, found.got_token) == ("output", 2, 7, 8)
+    assert first_difference(base, replace(rest, tokens=[6]), 3) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from epruntime.verify.against import AgainstReport, ErrorQuantile, TokenDifferen
 from epruntime.verify.compare import Difference
 from epruntime.verify.facts import VerifyFacts
 from epruntime.verify.report import CaseReport, VerifyReport, render
+from epruntime.verify.run import silent_about_replicas
 
 FACTS = VerifyFacts(
     model="/models/m", architecture="MixtralForCausalLM", dtype="bfloat16", num_parameters=692_000_000,
@@ -200,3 +202,32 @@ def test_wrong_usage_ends_with_2(flags: list[str], capsys: pytest.CaptureFixture
         main(["verify", "/no/model", *flags])
     assert caught.value.code == 2
     assert capsys.readouterr().err
+
+
+def test_each_version_is_told_once_and_what_is_what() -> None:
+    facts = replace(FACTS, signature={"torch": "2.13"}, versions={"torch": "2.13", "python": "3.11"})
+    head = render(replace(GOOD, facts=facts)).split("\n\n")[0]
+    assert head.count("2.13") == 1
+    assert "versions: python 3.11" in head
+    assert "launcher local, transport gloo" in head
+
+
+def test_one_rank_is_told_what_more_ranks_would_vary() -> None:
+    hint = "only EP 1 was run"
+    alone = replace(FACTS, expert_parallel_size=1, sizes=(1,))
+    assert hint in render(replace(GOOD, facts=alone))
+    assert hint not in render(GOOD)
+    assert hint not in render(replace(GOOD, facts=replace(alone, sizes=(1, 2))))
+    # what differs comes first
+    assert hint not in render(replace(_with(r.DIFFERENT, difference=DIFFERENCE), facts=alone))
+
+
+def test_nobody_is_warned_of_the_copies_that_a_case_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("epruntime.engine.model_group")
+    for parallel, expected in (({}, 2), ({"num_redundant_experts": 2}, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), silent_about_replicas(parallel):
+            log.warning("num_redundant_experts=%d: with %d ...", 2, 0)
+            log.warning("something else")
+        assert len(caplog.messages) == expected
+    assert not log.filters
