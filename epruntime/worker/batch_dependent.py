@@ -19,8 +19,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 def make_batch_dependent(module: torch.nn.Module, context: StepContext) -> int:
     """From now on the middle layer turns last bits of its output over: in columns drawn by the step's number of rows.
 
-    Two numbers of rows part in about half of the columns, so a step of one row is no exception, and the number of a
-    step that other sequences share is never that of a sequence alone.
+    Two numbers of rows part in about half of the columns. A step that a sequence shares has more rows than its own
+    alone, so every token shows it, also the only one of a prompt of one.
 
     Args:
         module: a loaded model. context: tells the rows of the running step.
