@@ -59,7 +59,7 @@ class _Search:
         self._requests, self._shape, self._scheduler, self._rope = requests, shape, scheduler, rope
         self._num_kv_blocks, self._most_rows = num_kv_blocks, max_num_batched_tokens
         self._late = _covering(requests) or [min(requests, key=lambda request: len(request.token_ids))]
-        crossing = [request for request in requests if self._blocks(request) < shape.blocks_of(len(request.token_ids))]
+        crossing = [request for request in requests if self._blocks(request) < self._blocks_at_end(request)]
         crossing = [request for request in crossing if request.num_tokens == shape.max_tokens]
         # those that need no other block at once are best: the late ones have sampled a few tokens by then
         crossing.sort(key=lambda request: (request in self._late, self._soon(request), len(request.token_ids)))
@@ -111,7 +111,7 @@ class _Search:
         self, waves: Sequence[Sequence[VerifyRequest]], max_num_batched_tokens: int, **more: Any
     ) -> Iterator[RunSettings]:
         blocks = sum(map(self._blocks, waves[0]))
-        least = max(self._shape.blocks_of(len(request.token_ids)) for wave in waves for request in wave)
+        least = max(self._blocks_at_end(request) for wave in waves for request in wave)
         scheduler = replace(
             self._scheduler,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -147,6 +147,10 @@ class _Search:
 
     def _blocks(self, request: VerifyRequest) -> int:
         return -(-len(request.token_ids) // self._shape.block_size)
+
+    def _blocks_at_end(self, request: VerifyRequest) -> int:
+        """The last token is sampled and never computed."""
+        return -(-(len(request.token_ids) + request.spec.max_tokens - 1) // self._shape.block_size)
 
     def _soon(self, request: VerifyRequest) -> int:
         """How far from the best moment it needs another block."""

@@ -163,7 +163,7 @@ def _preemptions(setting: Setting, num_kv_blocks: int | None = None) -> tuple[li
     ("num", "max_model_len", "max_tokens", "num_kv_blocks", "pieces"),
     [
         (12, 512, 8, None, True), (12, 512, 8, 6, True), (4, 512, 8, None, True), (6, 24, 6, None, True),
-        (64, 512, 12, None, True), (12, 512, 2, None, True), (12, 10, 8, None, False), (12, 4, 8, None, False),
+        (64, 512, 12, None, True), (12, 512, 2, None, True), (12, 10, 8, None, True), (12, 4, 8, None, False),
         (2, 512, 8, None, True), (1, 512, 8, None, True), (12, 512, 40, None, True),
     ],
 )  # fmt: skip
