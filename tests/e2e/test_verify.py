@@ -122,9 +122,9 @@ def _after(parent: int, token_ids: bytes) -> bytes:
     "key",
     [
         pytest.param(lambda parent, ids: ids, id="whatever-precedes-it"),
-        pytest.param(lambda parent, ids: _after(parent, ids[4:]), id="without-its-first-token"),
+        pytest.param(lambda parent, ids: _after(parent, ids[4:]), id="without-its-first-token", marks=pytest.mark.full),
         pytest.param(lambda parent, ids: _after(parent, ids[:-4]), id="without-its-last-token"),
-        pytest.param(lambda parent, ids: _after(parent, bytes(sorted(ids))), id="in-any-order"),
+        pytest.param(lambda parent, ids: _after(parent, bytes(sorted(ids))), id="in-any-order", marks=pytest.mark.full),
     ],
 )
 def test_a_block_found_by_a_wrong_key(
@@ -232,8 +232,8 @@ def test_a_row_that_depends_on_its_place_is_found(mixtral: str, faulty: tuple[Ra
     ("name", "kinds"),
     [
         ("forgotten_output", {"frequency_penalty", "presence_penalty"}),
-        ("forgotten_filters", {"top_p", "top_k", "min_p"}),
-        ("forgotten_end", {"stop_ids"}),
+        pytest.param("forgotten_filters", {"top_p", "top_k", "min_p"}, marks=pytest.mark.full),
+        pytest.param("forgotten_end", {"stop_ids"}, marks=pytest.mark.full),
         ("shifted_piece", set()),
     ],
 )
