@@ -128,7 +128,18 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_v4": {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
-    "dots3_note_text": _LATENT,
+    "dots3_note_text": {
+        **_LATENT,
+        # of layers with a sliding window
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_kv_lora_rank": 24,
+        "swa_q_lora_rank": 32,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 24,
+        "swa_qk_rope_head_dim": 8,
+        "swa_v_head_dim": 16,
+    },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "doge": {"is_moe": True, "num_experts": 16},
     "gemma4_text": {

@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from epruntime.models import text_part
+from epruntime.models.small_config import small_config
+
 VOCABULARY = 131
 _HIDDEN, _HEADS = 54, 3
 _BASE: dict[str, Any] = {
@@ -42,6 +45,10 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"qk_nope_head_dim": 10, "kv_lora_rank": 14},  # turns pairs in place: they begin at even offsets
     "deepseek_v4": {"num_attention_heads": 3, "o_groups": 3},
     "granitemoehybrid": {"mamba_d_head": 27},  # no Mamba layer is in it, but its sizes are checked
+    "dots3_note": {"hidden_size": 64},  # towers have it, too, in their configurations
+    "muse_spark": {"hidden_size": 64, "num_attention_heads": 4},  # the same
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}},
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}},
     "mimo_v2_flash": {"num_attention_heads": 6, "num_key_value_heads": 3},  # has twice as many in windowed layers
 }
 
@@ -58,14 +65,15 @@ def odd_shape(model_type: str, *, num_experts: int = 7, top_k: int = 3) -> dict[
             "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
             "ffn_config": {"ffn_hidden_size": 37, "moe_num_experts": num_experts, "moe_top_k": top_k},
         }
-    defaults = CONFIG_MAPPING[model_type]()
+    language: str = text_part.language_config(small_config(model_type)).model_type
+    defaults = CONFIG_MAPPING[language]()
     values = {**_BASE, **dict.fromkeys(_COUNTS, num_experts), **dict.fromkeys(_CHOICES, top_k)}
     chosen = {name: value for name, value in values.items() if _has(defaults, name)}
     if "kv_lora_rank" in chosen:
         chosen |= {"num_key_value_heads": _HEADS, "head_dim": chosen["qk_rope_head_dim"]}
         if defaults.q_lora_rank is None:
             del chosen["q_lora_rank"]
-    return chosen | _PER_TYPE.get(model_type, {})
+    return chosen | _PER_TYPE.get(language, {}) | _PER_TYPE.get(model_type, {})
 
 
 def _has(config: Any, name: str) -> bool:

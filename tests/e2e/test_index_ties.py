@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from epruntime.models import text_part
 from epruntime.models.conformance import COVERED
 from epruntime.models.loader import load_model
 from epruntime.models.small_config import small_config
@@ -48,7 +49,7 @@ def test_sixteen_index_heads_select_as_transformers_does(
     model_type: str, heads: tuple[int, ...], tmp_path: Path
 ) -> None:
     """As docs/models.md says. Tiny models have as many heads as it takes: whoever copies them meets no ties."""
-    assert all(small_config(name).index_n_heads == 16 for name in SPARSE)
+    assert all(text_part.language_config(small_config(name)).index_n_heads == 16 for name in SPARSE)
     differing = {n: _differing(model_type, n, tmp_path / str(n)) for n in heads}
     assert differing[4] > 6  # negative control
     assert differing.get(8, 0) <= 2

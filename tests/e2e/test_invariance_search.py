@@ -19,6 +19,7 @@ import torch
 
 from epruntime.engine.model_group import ModelGroup
 from epruntime.engine.ranks import Ranks
+from epruntime.models import text_part
 from epruntime.models.conformance import COVERED
 from epruntime.testing.invariance import MAX_LENGTH, Setting, first_difference, mixed_requests, run
 from epruntime.testing.odd_shapes import odd_shape
@@ -92,7 +93,7 @@ def _one(seed: int, ranks: Ranks, folder: Path, settings: int = 2, compared: int
     dimensions = _dimensions(source, model_type)
     config, model = build(model_type, seed, dtype=getattr(torch, dtype), **dimensions)
     path = str(save(model, folder / str(seed)))
-    requests = mixed_requests(40, vocab_size=config.vocab_size, seed=seed)
+    requests = mixed_requests(40, vocab_size=text_part.language_config(config).vocab_size, seed=seed)
     source.shuffle(requests)
     chosen = [_setting(source, number) for number in range(settings)]
     expected = run(path, ranks, _alone(chosen[0]), requests, compared=compared, dtype=dtype)

@@ -18,15 +18,15 @@ BEST = "reference" if (native := extension.load()) is None else native.supported
 def counts_of(implementation: str) -> Mapping[int, Sequence[int]]:
     """Counts of rows for each number of threads.
 
-    Every count on every number of threads with the best instruction set. What shares out work does
-    not know the instruction set: with the others every count on one number of threads. The plain-torch reference, which
-    is slow, at a few counts.
+    Every count on every number of threads with the best instruction set. What shares out work does not know the
+    instruction set: with the others every second count on one number of threads. The plain-torch reference, which is
+    slow, at a few counts.
     """
     if implementation == "reference":
         return dict.fromkeys(THREADS, (1, 33, 70))
     if implementation == BEST:
         return dict.fromkeys(THREADS, COUNTS)
-    return {threads: [count for count in COUNTS if (count + count // 4 + threads) % 4 == 0] for threads in THREADS}
+    return {threads: [count for count in COUNTS if (count + count // 8 + 2 * threads) % 8 == 0] for threads in THREADS}
 
 
 def chosen_rows(count: int) -> torch.Tensor:
