@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from epruntime.models import adapter, text_part
-from epruntime.models.conformance import SINCE
+from epruntime.models.conformance import COVERED, SINCE
 from epruntime.models.small_config import small_config
 
 #: Attribute of a language model: the multimodal model that it is a part of.
@@ -24,6 +24,13 @@ _WHOLE = "_epruntime_whole"
 def available(model_types: Iterable[str]) -> list[str]:
     """Of covered model types, those that the installed transformers has in the tested form, sorted."""
     return sorted(t for t in model_types if adapter.version() >= SINCE.get(t, (0, 0)))
+
+
+def distinct(model_types: Iterable[str]) -> list[str]:
+    """Of covered types, those of which the installed transformers has the tested form, without multimodal ones whose
+    language model is of a covered type of its own: their layers are the same."""
+    names = available(model_types)
+    return [t for t in names if text_part.language_config(small_config(t)).model_type not in {*COVERED} - {t}]
 
 
 def build(

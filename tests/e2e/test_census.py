@@ -19,8 +19,8 @@ from epruntime.worker.rehearsal import rehearse
 
 #: Types that `make test` runs: those with an op that few others have.
 SLICE = {"beam", "deepseek_v2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss", "laguna", "mixtral", "phimoe"}
-TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.available(COVERED)]
-COMPLEX = {"deepseek_v2", "llama4", "llama4_text"}
+TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.distinct(COVERED)]
+COMPLEX = {"deepseek_v2", "llama4_text"}
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def _batch(rows: list[int]) -> ForwardBatch:
     )
 
 
-@pytest.mark.parametrize("model_type", tiny_models.available(COVERED))
+@pytest.mark.parametrize("model_type", tiny_models.distinct(COVERED))
 def test_logits_of_more_rows(model_type: str, tmp_path: Path) -> None:
     _, reference = tiny_models.build(model_type, **OVERRIDES.get(model_type, {}))
     tiny_models.save(reference, tmp_path)

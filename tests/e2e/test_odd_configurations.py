@@ -80,7 +80,7 @@ TIMES_EAGER, SHARE = 3.0, 2e-6
 SLICE = ("afmoe", "deepseek_v3", "glm_moe_dsa", "gpt_oss", "laguna", "llama4_text", "longcat_flash", "qwen2_moe")
 CASES = [
     pytest.param(t, seed, id=f"{t}-{seed}", marks=() if t in SLICE and not seed else pytest.mark.full)
-    for t in tiny_models.available(COVERED)
+    for t in tiny_models.distinct(COVERED)
     for seed in range(CONFIGURATIONS)
 ]
 

@@ -23,7 +23,7 @@ from epruntime.testing import tiny_models
 LENGTH = 64
 #: What `make test` runs: forms that few share, and families published with such frequencies.
 SLICE = ("cohere2_moe", "deepseek_v2", "deepseek_v4", "gpt_oss", "laguna", "minimax_m2", "mixtral", "phimoe")
-TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.available(COVERED)]
+TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in tiny_models.distinct(COVERED)]
 
 
 @pytest.fixture
