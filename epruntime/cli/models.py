@@ -8,9 +8,9 @@ import textwrap
 from difflib import get_close_matches
 from typing import Any
 
-_DESCRIPTION = """Lists every Mixture-of-Experts architecture that the installed transformers has, and says of each
-whether a checkpoint of it is served. The list is computed: a small model of each is built without weights and asked
-what it does, which takes some seconds."""
+_DESCRIPTION = """Lists every Mixture-of-Experts architecture of the installed transformers that generates text, and
+says of each whether a checkpoint of it is served. The list is computed: a small model of each is built without weights
+and asked what it does, which takes some seconds."""
 _LEGEND = """SERVED: "hooked" - its experts go through the experts interface of transformers, where epruntime registers
 itself; "adapted" - an adapter of epruntime's puts them there; "no" - a checkpoint of it is refused. Both kinds compute
 the same (docs/models.md)."""

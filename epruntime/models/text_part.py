@@ -35,44 +35,43 @@ def language_config(config: Any) -> Any:
     return getattr(config, _TEXT) if is_multimodal(config) else config
 
 
-def class_for(config: Any) -> tuple[Any, Any] | None:
-    """What generates text: transformers' class for this configuration, and what it is made of. None: there is none.
+def class_for(config: Any) -> tuple[Any, Any]:
+    """What generates text: transformers' class for this configuration, and what it is made of.
 
     The latter is the language model's configuration where the class is a language model's.
+
+    Raises:
+        LookupError: transformers has no such class.
     """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
         found: Any = mapping.get(type(config), None)
         if found is not None:
             language = language_config(config)
             return found, language if found.config_class is type(language) else config
-    return None
+    raise LookupError(f"there is no model that generates text for {type(config).__name__}")
 
 
 def whole_class(config: Any) -> Any:
-    """The class of which `save_pretrained` makes checkpoints with this configuration."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
-    for mapping in reversed(mappings) if is_multimodal(config) else mappings:
-        if type(config) in mapping:
-            return mapping[type(config)]
-    raise ValueError(f"there is no model that generates text for {type(config).__name__}")
+    """The class of which `save_pretrained` makes checkpoints with this configuration. Raises as `class_for`."""
+    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None) if is_multimodal(config) else None
+    return whole or class_for(config)[0]
 
 
 def architectures(config: Any) -> list[str]:
-    """Names of the classes whose checkpoints can be read: the one that is served, and the whole model's."""
-    served = class_for(config)
-    return [] if served is None else list(dict.fromkeys((served[0].__name__, whole_class(config).__name__)))
+    """Names of the classes whose checkpoints can be read: the served one, and the whole model's. May be none."""
+    try:
+        return list(dict.fromkeys((class_for(config)[0].__name__, whole_class(config).__name__)))
+    except LookupError:
+        return []
 
 
 def build(config: Any, dtype: torch.dtype) -> Any:
     """The model that generates text, on the current device. Of a multimodal one the language model alone is kept.
 
     Raises:
-        ValueError: transformers has no class for this configuration.
+        LookupError: transformers has no class for this configuration.
     """
-    found = class_for(config)
-    if found is None:
-        raise ValueError(f"there is no model that generates text for {type(config).__name__}")
-    kind, made_of = found
+    kind, made_of = class_for(config)
     model = kind._from_config(made_of, dtype=dtype)
     if is_multimodal(config):
         whole = model
@@ -85,10 +84,7 @@ def build(config: Any, dtype: torch.dtype) -> Any:
 
 def from_pretrained(path: str | Path, config: Any, dtype: torch.dtype | str) -> Any:
     """transformers' own model of a checkpoint that is served, to compare with: the same class, in evaluation mode."""
-    found = class_for(config)
-    if found is None:
-        raise ValueError(f"there is no model that generates text for {type(config).__name__}")
-    kind, made_of = found
+    kind, made_of = class_for(config)
     return kind.from_pretrained(path, config=made_of, dtype=dtype).eval()
 
 

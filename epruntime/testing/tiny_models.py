@@ -77,9 +77,7 @@ def _spread(name: str) -> float | None:
 
 def _language_model(whole: Any, config: Any) -> Any:
     """What answers text in a whole model: itself, or a causal LM of the same modules, where transformers has one."""
-    found = text_part.class_for(config)
-    assert found is not None
-    kind, made_of = found
+    kind, made_of = text_part.class_for(config)
     if isinstance(whole, kind):
         return whole
     model = next((module for module in whole.modules() if isinstance(module, kind)), None)

@@ -13,7 +13,7 @@ from epruntime.config import EngineConfig, SchedulerConfig
 from epruntime.config.verify import CASES
 from epruntime.models.info import ModelInfo
 from epruntime.moe.placement import placement_for
-from epruntime.verify.preemption import preemption_runs
+from epruntime.verify.preemption import PreemptionSearch
 from epruntime.verify.requests import KINDS, Shape, VerifyRequest, kinds_of
 from epruntime.verify.session import RunFacts, RunSettings, Submission
 from epruntime.words import counted
@@ -202,7 +202,7 @@ def _chunks(s: Setting) -> list[Case]:
 def _preempted(s: Setting) -> list[Case]:
     if s.shape.max_tokens == 1:
         return [_skipped(s, "preempted", "outputs of one token: no request that runs needs another KV block")]
-    whole, in_pieces = preemption_runs(
+    search = PreemptionSearch(
         s.requests,
         s.shape,
         s.config.scheduler,
@@ -210,6 +210,7 @@ def _preempted(s: Setting) -> list[Case]:
         num_kv_blocks=s.config.cache.num_kv_blocks,
         max_num_batched_tokens=most_rows(s.config.scheduler, s.shape),
     )
+    whole, in_pieces = search.whole(), search.in_pieces()
     if not whole:
         crowd = _crowd(s)
         most = max(s.shape.blocks_of(len(submission.request.token_ids)) for submission in crowd)

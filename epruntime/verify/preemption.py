@@ -25,34 +25,20 @@ _STEP_ROWS = 30
 _ENOUGH = 3
 
 
-def preemption_runs(
-    requests: Sequence[VerifyRequest],
-    shape: Shape,
-    scheduler: SchedulerConfig,
-    rope: RopeLengths,
-    *,
-    num_kv_blocks: int | None,
-    max_num_batched_tokens: int,
-) -> tuple[list[RunSettings], list[RunSettings]]:
-    """Runs of prompts in one piece, mostly one; and, where it can be, one or two in pieces and with the prefix cache.
+class PreemptionSearch:
+    """Looks for runs in which requests are preempted.
 
     Args:
         num_kv_blocks, max_num_batched_tokens: that ranks have; None: as many as are needed.
-
-    Returns:
-        none if no request would be preempted: then no output enters another KV block.
     """
-    search = _Search(requests, shape, scheduler, rope, num_kv_blocks, max_num_batched_tokens)
-    return search.whole(), search.in_pieces()
 
-
-class _Search:
     def __init__(
         self,
         requests: Sequence[VerifyRequest],
         shape: Shape,
         scheduler: SchedulerConfig,
         rope: RopeLengths,
+        *,
         num_kv_blocks: int | None,
         max_num_batched_tokens: int,
     ) -> None:
@@ -66,7 +52,10 @@ class _Search:
         self._early = crossing[:2]
 
     def whole(self) -> list[RunSettings]:
-        """Prompts in one piece. Where one run does not reach parameters of all kinds, further ones do."""
+        """Prompts in one piece, mostly one run. Where it does not reach parameters of all kinds, further ones do.
+
+        None if no request would be preempted: then no output enters another KV block.
+        """
         found: list[RunSettings] = []
         reached: dict[str, int] = {}
         for late in (self._late, *([request] for request in self._late)):

@@ -15,7 +15,7 @@ from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
 from epruntime.verify.cases import ROWS, Case, Setting, baseline, control_runs, make_cases, most_rows
 from epruntime.verify.dry_run import dry_run
 from epruntime.verify.outputs import Output
-from epruntime.verify.preemption import preemption_runs
+from epruntime.verify.preemption import PreemptionSearch
 from epruntime.verify.requests import Shape, kinds_of, make_requests, random_prompts, shape_of
 from epruntime.verify.session import RunFacts
 
@@ -153,10 +153,11 @@ def test_where_nothing_decodes_cases_are_skipped_with_the_reason() -> None:
 
 
 def _preemptions(setting: Setting, num_kv_blocks: int | None = None) -> tuple[list[Any], list[Any]]:
-    return preemption_runs(
+    search = PreemptionSearch(
         setting.requests, setting.shape, setting.config.scheduler, setting.info.rope, num_kv_blocks=num_kv_blocks,
         max_num_batched_tokens=most_rows(setting.config.scheduler, setting.shape),
     )  # fmt: skip
+    return search.whole(), search.in_pieces()
 
 
 @pytest.mark.parametrize(
