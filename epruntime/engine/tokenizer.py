@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epruntime.engine import template_kwargs
-from epruntime.engine.time_limit import Overdue, time_limit
+from epruntime.engine import chat_template, template_kwargs
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
 
@@ -16,10 +15,6 @@ logger = logging.getLogger("epruntime.engine.tokenizer")
 
 #: any of these in a directory says that it holds a tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-
-
-#: Seconds that a chat template gets; thousands of messages take some hundredths.
-TEMPLATE_S = 3.0
 
 
 class Tokenizer:
@@ -30,13 +25,13 @@ class Tokenizer:
 
     Args:
         path: directory of the tokenizer.
-        chat_template: Jinja source that takes the place of the tokenizer's own.
+        template: Jinja source of a chat template that takes the place of the tokenizer's own.
 
     Raises:
-        CheckpointError: the files cannot be read. ConfigError: `chat_template` is no Jinja template.
+        CheckpointError: the files cannot be read. ConfigError: `template` is no Jinja template.
     """
 
-    def __init__(self, path: str | Path, *, chat_template: str | None = None) -> None:
+    def __init__(self, path: str | Path, *, template: str | None = None) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -45,9 +40,12 @@ class Tokenizer:
             self._bound = bound_of(self.hf)
         except Exception as error:  # the library trusts the files' contents, and raises what comes of it
             raise CheckpointError(f"cannot load the tokenizer in {path}: {type(error).__name__}: {error}") from error
-        if chat_template is not None:
-            self.hf.chat_template = chat_template
-            self._check_template()
+        if template is not None:
+            self.hf.chat_template = template
+            chat_template.check(self.hf)
+        elif not self.has_chat_template:
+            self.hf.chat_template = chat_template.of_processor(Path(path))
+        self._parts = self.has_chat_template and chat_template.reads_parts(self.hf)
 
     @property
     def has_chat_template(self) -> bool:
@@ -87,17 +85,7 @@ class Tokenizer:
             )
         _check_messages(messages)
         more = template_kwargs.checked(keywords, self.hf)
-        try:
-            with time_limit(TEMPLATE_S):
-                text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
-        except Overdue:
-            raise InvalidRequestError(
-                f"the chat template did not end with these messages within {TEMPLATE_S:g} s: it loops, or they are far "
-                "too many",
-                field="messages",
-            ) from None
-        except Exception as error:  # the template is a program that came with the model, and raises what it likes
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from error
+        text = chat_template.render(self.hf, messages, more, parts=self._parts)
         if check is not None:
             check(text)
         return text, self._encode(text, add_special_tokens=False)
@@ -137,22 +125,6 @@ class Tokenizer:
         without = self.hf.encode("a", add_special_tokens=False)
         return bos if bos is not None and with_added[:1] == [bos] and without[:1] != [bos] else None
 
-    def _check_template(self) -> None:
-        # jinja2 is what transformers renders templates with
-        from jinja2.exceptions import TemplateSyntaxError
-
-        try:
-            with time_limit(TEMPLATE_S):
-                self.hf.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-        except Overdue:
-            raise ConfigError(
-                f"chat_template: it does not end within {TEMPLATE_S:g} s with a single user message: it loops"
-            ) from None
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
-        except Exception as error:  # noqa: BLE001  a program that may want other messages than this one
-            logger.info("the chat template refuses a single user message: %s: %s", type(error).__name__, error)
-
 
 def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -184,7 +156,7 @@ def load_tokenizer(path: str | Path, *, required: bool, chat_template: str | Non
             raise ConfigError(f"chat_template={chat_template!r} needs a tokenizer, and {path} holds none: name one")
         logger.warning("%s holds no tokenizer: prompts must be token ids, and outputs carry no text", path)
         return None
-    return Tokenizer(path, chat_template=template)
+    return Tokenizer(path, template=template)
 
 
 def _read_template(path: Path) -> str:

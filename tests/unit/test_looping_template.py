@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_tokenizers
 
-from epruntime.engine import tokenizer as tokenizer_module
+from epruntime.engine import chat_template
 from epruntime.engine.text_thread import TextThread
 from epruntime.engine.tokenizer import Tokenizer
 from epruntime.errors import ConfigError, InvalidRequestError
@@ -23,7 +23,7 @@ LOOPS = (
 
 @pytest.fixture
 def looping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    monkeypatch.setattr(tokenizer_module, "TEMPLATE_S", 0.3)
+    monkeypatch.setattr(chat_template, "TEMPLATE_S", 0.3)
     return Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, template=LOOPS))
 
 
@@ -49,4 +49,4 @@ def test_only_the_request_that_loops_ends(looping: Tokenizer) -> None:
 
 def test_a_template_that_always_loops_is_refused_at_the_start(looping: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chat_template: it does not end"):
-        Tokenizer(tmp_path, chat_template=LOOPS.replace("m.content == 'loop'", "true"))
+        Tokenizer(tmp_path, template=LOOPS.replace("m.content == 'loop'", "true"))

@@ -10,7 +10,7 @@ import pytest
 import tiny_tokenizers
 
 from epruntime import LLM
-from epruntime.engine import tokenizer as tokenizer_module
+from epruntime.engine import chat_template
 from epruntime.engine.processor import InputProcessor, Limits, size_of
 from epruntime.engine.template_kwargs import MAX_CHARACTERS, MAX_KEYWORDS
 from epruntime.engine.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def test_bounds(keywords: Any, said: str, tokenizer: Tokenizer) -> None:
 def test_the_deadline_holds_for_what_keywords_make_of_a_template(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_module, "TEMPLATE_S", 0.3)
+    monkeypatch.setattr(chat_template, "TEMPLATE_S", 0.3)
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=r"did not end .* within 0\.3 s"):
         _text(tokenizer, {"rounds": 99999})
