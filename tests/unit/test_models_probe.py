@@ -9,8 +9,9 @@ import torch
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter
-from epruntime.models.probe import Visibility, features_of, first_visible, run_probe, visibility_of
+from epruntime.models.probe import features_of, run_probe
 from epruntime.models.small_config import small_config
+from epruntime.models.visibility import Visibility, first_visible, visibility_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8, 128, 4096, 131072])
