@@ -111,7 +111,7 @@ def build_meta_model(config: transformers.PretrainedConfig, dtype: torch.dtype) 
     around transformers' experts interface are put on it where there is an adapter (`families`).
     """
     language = text_part.language_config(config)
-    for part in (config, language):
+    for part in (config, text_part.writing_config(config), language):
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
         part.use_cache = False
@@ -182,11 +182,16 @@ def cache_keyword(model: torch.nn.Module) -> str:
 def check_forward_arguments(model: torch.nn.Module) -> None:
     """Refuses a model whose forward lacks an argument that serving relies on by name."""
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    absent = [n for n in ("input_ids", "position_ids", "logits_to_keep") if n not in names]
+    absent = [n for n in ("input_ids", "position_ids") if n not in names]
     if absent:
         raise UnsupportedModelError(
             f"{type(model).__name__}.forward takes no {', '.join(absent)}: a flat ragged batch cannot be passed to it"
         )
+
+
+def takes_rows(model: torch.nn.Module) -> bool:
+    """Has forward an argument that says of which rows logits are wanted?"""
+    return "logits_to_keep" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
 
 def use_hooks(model: Any, name: str) -> None:

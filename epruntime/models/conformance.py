@@ -126,6 +126,8 @@ COVERED: dict[str, frozenset[str]] = {
     "qwen3_5_moe_text": frozenset(),
     "qwen3_moe": frozenset({"dense", "window"}),
     "qwen3_next": frozenset({"dense"}),
+    "qwen3_omni_moe": frozenset({"dense"}),
+    "qwen3_omni_moe_thinker": frozenset({"dense"}),
     "qwen3_vl_moe": frozenset({"dense"}),
     "sarvam_mla": frozenset({"dense", "latent"}),
     "sarvam_moe": frozenset({"dense"}),

@@ -114,11 +114,10 @@ class LoadedModel:
             return self._logits(unread_T, unread_T, rows_N)
 
     def _logits(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        output = self._model(
-            input_ids=input_ids_T[None], position_ids=positions_T[None], logits_to_keep=rows_N, **self._arguments
+        logits_1NV = self._hidden.run(
+            rows_N, input_ids=input_ids_T[None], position_ids=positions_T[None], **self._arguments
         )
-        logits: torch.Tensor = output.logits[0].float()
-        return logits
+        return logits_1NV[0].float()
 
     def close(self) -> None:
         """Frees weights and cache; the object is of no use afterwards."""

@@ -93,8 +93,10 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
     return found
 
 
-def _eos_token_ids(*configs: Any) -> list[int]:
-    return [token for config in configs for token in adapter.as_ids(getattr(config, "eos_token_id", None))]
+def _eos_token_ids(config: Any) -> list[int]:
+    parts = (config, text_part.writing_config(config), text_part.language_config(config))
+    named = [token for part in parts for token in adapter.as_ids(getattr(part, "eos_token_id", None))]
+    return named + text_part.eos_token_ids(config)
 
 
 def _num_experts(module: Any) -> int:
@@ -190,7 +192,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
-        eos_token_ids=tuple(sorted({*_eos_token_ids(config, language), *generation.eos_token_ids})),
+        eos_token_ids=tuple(sorted({*_eos_token_ids(config), *generation.eos_token_ids})),
         kv_layers=structure.kv_layers,
         num_parameters=checkpoint.num_parameters,
         checkpoint_bytes=checkpoint.num_bytes,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter, sparse
+from epruntime.models.replay import LastHidden
 from epruntime.models.visibility import Visibility, visibility_of
 
 #: Arguments of attention functions that do not change what is computed in evaluation mode, or that
@@ -270,7 +271,11 @@ def _run(model: torch.nn.Module) -> Probe:
         with torch.inference_mode():
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
             positions = torch.zeros_like(ids)
-            model(input_ids=ids, position_ids=positions, **{adapter.cache_keyword(model): recorder})
+            arguments = {"input_ids": ids, "position_ids": positions, adapter.cache_keyword(model): recorder}
+            if adapter.takes_rows(model):
+                model(**arguments)
+            else:
+                _run_on_rows(model, arguments)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
     except AttributeError as error:
@@ -287,6 +292,15 @@ def _run(model: torch.nn.Module) -> Probe:
             "attend through the attention interface"
         )
     return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
+
+
+def _run_on_rows(model: Any, arguments: dict[str, Any]) -> None:
+    """Runs the model as it is served where its forward is not told of which rows logits are wanted."""
+    hidden = LastHidden(model)
+    try:
+        hidden.run(torch.arange(_PROBE_TOKENS - 1, device="meta"), **arguments)
+    finally:
+        hidden.unwrap()
 
 
 def _does_not_run(kind: str, error: Exception) -> UnsupportedModelError:

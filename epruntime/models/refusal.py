@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,6 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("jetmoe", "doge", "step3p7"), _OWN_EXPERTS),
     "ernie4_5_vl_moe": "a checkpoint stores its experts for text and those for images as one",
-    "qwen3_omni_moe": "it answers in speech, by several models in turn",
-    "qwen3_omni_moe_thinker": "its forward has no argument that says of which rows logits are wanted",
 }
 
 #: model_type -> why a model of a type that is served in part (`conformance.PARTLY`) is not.
@@ -76,8 +75,7 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
             "names, and take the field out"
         )
     parts = [name for name in _SUB_CONFIGS if raw.get(name)]
-    written = [raw, *(raw[name] for name in parts if isinstance(raw[name], dict))]
-    quantization = next(filter(None, (part.get(name) for part in written for name in _QUANTIZATION)), None)
+    quantization = next(filter(None, (part.get(name) for part in _nested(raw) for name in _QUANTIZATION)), None)
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
         raise UnsupportedModelError(
@@ -91,6 +89,14 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
             f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}), and no conformance test covers the "
             f"language model in it; {LISTED}"
         )
+
+
+def _nested(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A configuration as it is written, and those of the models in it."""
+    yield raw
+    for name in _SUB_CONFIGS:
+        if isinstance(raw.get(name), dict):
+            yield from _nested(raw[name])
 
 
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:

@@ -94,6 +94,9 @@ _TOWER: dict[str, Any] = {
     "projector_output_dim": 32,
     "projector_hidden_size": 32,
     "deepstack_visual_indexes": [0],
+    "downsample_hidden_size": 8,
+    "decoder_dim": 32,
+    "num_code_groups": 2,
 }
 #: Fields that switch a feature on: only given a value where the family's default has one.
 _OPTIONAL = ("sliding_window", "q_lora_rank", "mlp_only_layers")
@@ -170,6 +173,12 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
     "muse_spark_audio": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
+    "qwen3_omni_moe_thinker": {"initializer_range": 0.3, "vision_start_token_id": 151652},
+    # three of the fields are read by models, and not declared by configurations
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32, "num_experts": 4, "vocab_size": 64},
+    "qwen3_omni_moe_talker_code_predictor": {"vocab_size": 64},
+    "talker_config": {"spatial_merge_size": 2},
+    "code2wav_config": {"codebook_size": 64},
     "step3p5": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "zaya": {"num_experts_per_tok": 1},
     "longcat_flash": {**_LATENT, "num_layers": 2, "zero_expert_num": 4, "moe_topk": 3},
@@ -208,14 +217,15 @@ def small_config(model_type: str, **overrides: Any) -> Any:
 
 
 def _multimodal(defaults: Any, **overrides: Any) -> Any:
-    language = LANGUAGES.get(defaults.model_type, text_part.language_config(defaults).model_type)
-    parts: dict[str, Any] = {"text_config": small_config(language, **overrides)}
+    field = text_part.language_field(type(defaults))
+    language = LANGUAGES.get(defaults.model_type, getattr(defaults, field).model_type)
+    parts: dict[str, Any] = {field: small_config(language, **overrides)}
     for name in defaults.sub_configs.keys() - parts.keys():
         tower = _tower(defaults, name)
         if tower is not None:
             parts[name] = tower
-    tied = getattr(parts["text_config"], "tie_word_embeddings", False)
-    return type(defaults)(**parts, tie_word_embeddings=tied)
+    tied = getattr(parts[field], "tie_word_embeddings", False)
+    return type(defaults)(**parts, tie_word_embeddings=tied, **_PER_TYPE.get(defaults.model_type, {}))
 
 
 def _tower(whole: Any, name: str) -> Any:
@@ -225,5 +235,6 @@ def _tower(whole: Any, name: str) -> Any:
     if defaults is None:
         return None
     values: dict[str, Any] = {field: value for field, value in _TOWER.items() if _has(defaults, field)}
-    values |= {inner: part for inner in defaults.sub_configs if (part := _tower(defaults, inner)) is not None}
-    return type(defaults)(**{**values, **_PER_TYPE.get(defaults.model_type, {})})
+    inner = {field: part for field in defaults.sub_configs if (part := _tower(defaults, field)) is not None}
+    values |= {field: part.to_dict() for field, part in inner.items()}  # some take no objects in 5.16
+    return type(defaults)(**{**values, **_PER_TYPE.get(defaults.model_type or name, {})})

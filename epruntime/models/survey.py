@@ -147,15 +147,16 @@ def _verdict(model_type: str) -> Verdict | None:
 
 def _language_types(kind: Any) -> list[str]:
     """Type of the language model that a multimodal configuration is made of; by default, if it may be any."""
-    part = (getattr(kind, "sub_configs", None) or {}).get("text_config")
-    if part is None:
+    field = text_part.language_field(kind)
+    if not field:
         return []
+    part = kind.sub_configs[field]
     if part is not transformers.AutoConfig:
         return [str(part.model_type)]
     if kind.model_type in LANGUAGES:
         return [LANGUAGES[kind.model_type]]
     try:
-        return [str(kind().text_config.model_type)]
+        return [str(getattr(kind(), field).model_type)]
     except Exception:  # noqa: BLE001  a configuration class of the library raises what it likes
         return []
 

@@ -4,11 +4,13 @@ config.json -> language_config | class_for: transformers' class and the configur
             -> module tree on the meta device -> keep_language_model
 
 transformers has a causal LM class for some multimodal types, which reads its part of such a checkpoint; for the others
-there is the class of the whole model, whose forward, given token ids alone, calls nothing but the language model.
+there is the class of the whole model, whose forward, given token ids alone, calls nothing but the language model. A
+model that answers by several in turn (text, then speech) has no forward: of its parts the one that writes is served.
 """
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,49 @@ _WHOLE, _LEFT_OUT = "_epruntime_whole", "_epruntime_left_out"
 _TEXT = "text_config"
 
 
+def language_field(kind: Any) -> str:
+    """Field of such a configuration in which the language model's is, or a multimodal one that holds it; "" if none."""
+    parts = kind.sub_configs or {}
+    if _TEXT in parts:
+        return _TEXT
+    writes = (
+        name
+        for name, part in parts.items()
+        if MODEL_FOR_MULTIMODAL_LM_MAPPING.get(part, None) is not None and has_language_part(part)
+    )
+    return next(writes, "")
+
+
 def has_language_part(kind: Any) -> bool:
     """Are configurations of this class made of several models', of which one is a language model?"""
-    return _TEXT in (kind.sub_configs or {})
+    return bool(language_field(kind))
 
 
 def is_multimodal(config: Any) -> bool:
     """Is this configuration one of those?"""
-    return has_language_part(type(config)) and getattr(config, _TEXT, None) is not None
+    return has_language_part(type(config)) and getattr(config, language_field(type(config)), None) is not None
+
+
+def writing_config(config: Any) -> Any:
+    """The configuration of what generates text: of a model that answers by several in turn a part, else `config`."""
+    if not is_multimodal(config) or (field := language_field(type(config))) == _TEXT:
+        return config
+    return writing_config(getattr(config, field))
 
 
 def language_config(config: Any) -> Any:
     """The configuration of the language model: a part of a multimodal one's, or `config` itself."""
+    config = writing_config(config)
     return getattr(config, _TEXT) if is_multimodal(config) else config
+
+
+def class_of(kind: Any) -> Any:
+    """transformers' class that generates text for configurations of this class; None: there is none."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        found: Any = mapping.get(kind, None)
+        if found is not None:
+            return found
+    return None
 
 
 def class_for(config: Any) -> tuple[Any, Any]:
@@ -43,12 +75,12 @@ def class_for(config: Any) -> tuple[Any, Any]:
     Raises:
         LookupError: transformers has no such class.
     """
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
-        found: Any = mapping.get(type(config), None)
-        if found is not None:
-            language = language_config(config)
-            return found, language if found.config_class is type(language) else config
-    raise LookupError(f"there is no model that generates text for {type(config).__name__}")
+    config = writing_config(config)
+    found = class_of(type(config))
+    if found is None:
+        raise LookupError(f"there is no model that generates text for {type(config).__name__}")
+    language = language_config(config)
+    return found, language if found.config_class is type(language) else config
 
 
 def whole_class(config: Any) -> Any:
@@ -73,12 +105,16 @@ def build(config: Any, dtype: torch.dtype) -> Any:
     """
     kind, made_of = class_for(config)
     model = kind._from_config(made_of, dtype=dtype)
-    if is_multimodal(config):
-        whole = model
-        if made_of is not config:
-            whole = whole_class(config)._from_config(config, dtype=dtype)
-        object.__setattr__(model, _LEFT_OUT, keep_language_model(whole))
-        object.__setattr__(model, _WHOLE, whole)
+    if not is_multimodal(config):
+        return model
+    whole = writes = model
+    if made_of is not config:
+        whole = writes = whole_class(config)._from_config(config, dtype=dtype)
+        if is_multimodal(made_of):  # a part of it has towers of its own
+            keep_language_model(model)
+            writes = next(module for module in whole.modules() if isinstance(module, kind))
+    object.__setattr__(model, _LEFT_OUT, keep_language_model(whole, writes))
+    object.__setattr__(model, _WHOLE, whole)
     return model
 
 
@@ -88,13 +124,28 @@ def from_pretrained(path: str | Path, config: Any, dtype: torch.dtype | str) -> 
     return kind.from_pretrained(path, config=made_of, dtype=dtype).eval()
 
 
-def keep_language_model(model: Any) -> tuple[str, ...]:
+def eos_token_ids(config: Any) -> list[int]:
+    """End-of-sequence ids that stand in no file: the default of `generate`, by the name of the part that writes."""
+    if writing_config(config) is config:
+        return []
+    part = language_field(type(config)).removesuffix("_config")
+    argument = inspect.signature(whole_class(config).generate).parameters.get(f"{part}_eos_token_id")
+    default = argument.default if argument is not None else None
+    named = default if isinstance(default, list) else [default]
+    return [token for token in named if type(token) is int and token < language_config(config).vocab_size]
+
+
+def keep_language_model(model: Any, writes: Any = None) -> tuple[str, ...]:
     """Takes out of a multimodal model, in place, every module that is no part of the language model or its head.
+
+    Args:
+        writes: the model within that has these two; None: `model` itself.
 
     Returns:
         prefixes of the names of the parameters that are gone.
     """
-    kept = {id(module) for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
+    writes = model if writes is None else writes
+    kept = {id(module) for part in (writes.get_decoder(), writes.get_output_embeddings()) for module in part.modules()}
     gone: list[str] = []
 
     def prune(module: torch.nn.Module, path: str) -> None:

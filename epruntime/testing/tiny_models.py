@@ -27,10 +27,14 @@ def available(model_types: Iterable[str]) -> list[str]:
 
 
 def distinct(model_types: Iterable[str]) -> list[str]:
-    """Of covered types, those of which the installed transformers has the tested form, without multimodal ones whose
-    language model is of a covered type of its own: their layers are the same."""
-    names = available(model_types)
-    return [t for t in names if text_part.language_config(small_config(t)).model_type not in {*COVERED} - {t}]
+    """Of covered types, those of which the installed transformers has the tested form, without multimodal ones in which
+    what writes, or the language model, is of a covered type of its own: their layers are the same."""
+    return [t for t in available(model_types) if COVERED.keys().isdisjoint(_types_within(t) - {t})]
+
+
+def _types_within(model_type: str) -> set[str]:
+    config = small_config(model_type)
+    return {text_part.writing_config(config).model_type, text_part.language_config(config).model_type}
 
 
 def build(

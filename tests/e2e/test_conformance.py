@@ -152,6 +152,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "minimax_m3_vl_text": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
     "internvl": [{**_SLIDING, "max_window_layers": 0}, {"mlp_only_layers": [0]}],
     "gemma4": [{"tie_word_embeddings": True}],
+    "qwen3_omni_moe": [{"mlp_only_layers": [0]}, {"tie_word_embeddings": True}],
+    "qwen3_omni_moe_thinker": [
+        {"mlp_only_layers": [0]},
+        {"tie_word_embeddings": True},
+        {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+    ],
     "qwen3_vl_moe": [{"mlp_only_layers": [0]}, {"tie_word_embeddings": True}],
     "llama4": [{"interleave_moe_layer_step": 2}],
     "minimax_m3_vl": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],

@@ -318,8 +318,8 @@ SAMPLING = (
         id="model-eos-ignored",
         words="end-of-sequence ids of generation_config.json are not used",
         file="epruntime/models/loader.py",
-        old="{*_eos_token_ids(config, language), *generation.eos_token_ids}",
-        new="{*_eos_token_ids(config, language)}",
+        old="{*_eos_token_ids(config), *generation.eos_token_ids}",
+        new="{*_eos_token_ids(config)}",
         test="tests/unit/test_models_loading.py::test_info",
     ),
     Fault(
