@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationMixin
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter, text_part
@@ -85,6 +86,7 @@ def check_raw_config(path: Path, raw: dict[str, Any]) -> None:
     if parts and (
         model_type not in COVERED or not text_part.has_language_part(transformers.CONFIG_MAPPING[model_type])
     ):
+        _check_type(path, model_type)
         raise UnsupportedModelError(
             f"{path}: {model_type} is a multimodal checkpoint ({', '.join(parts)}), and no conformance test covers the "
             f"language model in it; {LISTED}"
@@ -102,9 +104,7 @@ def _nested(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
     """Name of the class that generates text; refuses types of the table, other task heads and dense models' heads."""
     model_type = config.model_type
-    reason = reason_against(model_type)
-    if reason is not None:
-        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {reason}; {LISTED}")
+    _check_type(path, model_type)
     readable = text_part.architectures(config)
     if not readable:
         raise UnsupportedModelError(
@@ -121,6 +121,12 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
     return readable[0]
 
 
+def _check_type(path: Path, model_type: str) -> None:
+    reason = reason_against(model_type)
+    if reason is not None:
+        raise UnsupportedModelError(f"{path}: {model_type} is not supported: {reason}; {LISTED}")
+
+
 def reason_against(model_type: str) -> str | None:
     """Why a type is refused whatever its configuration says; None if it is not."""
     if model_type in REFUSED:
@@ -128,7 +134,17 @@ def reason_against(model_type: str) -> str | None:
     since = SINCE.get(model_type)
     if since is not None and adapter.version() < since:
         return f"it needs transformers {since[0]}.{since[1]} or newer"
-    return None
+    known = adapter.is_native(model_type)
+    return _not_autoregressive(text_part.class_of(transformers.CONFIG_MAPPING[model_type])) if known else None
+
+
+def _not_autoregressive(kind: Any) -> str | None:
+    """Told by `generate`: it is transformers' own in every class that writes one token after another."""
+    if kind is None or issubclass(kind, GenerationMixin):
+        return None
+    blocks = any("denois" in name for name in dir(kind))
+    how = "it refines a block of tokens in several steps (block diffusion)" if blocks else "it has a way of its own"
+    return f"it is no autoregressive model, which appends one token after another: {how}"
 
 
 def check_sizes(path: Path, config: Any, num_tensors: int) -> None:

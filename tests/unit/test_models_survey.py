@@ -14,10 +14,11 @@ import transformers
 from epruntime.cli.main import main
 from epruntime.cli.models import table
 from epruntime.errors import CheckpointError, UnsupportedModelError
-from epruntime.models import adapter, survey
+from epruntime.models import adapter, refusal, survey
 from epruntime.models.checkpoint import Checkpoint, split_rows
 from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.models.loader import features_of_model
+from epruntime.models.refusal import REFUSED_PART
 from epruntime.models.safetensors import TensorEntry
 from epruntime.testing import tiny_models
 
@@ -77,6 +78,23 @@ def test_encoder_decoders_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {v.model_type: v.reason for v in survey.survey()} == dict.fromkeys(
         ("switch_transformers", "nllb-moe"), "an encoder-decoder model"
     )
+
+
+def test_what_does_not_append_token_after_token_is_refused_with_that_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _only(monkeypatch, "diffusion_gemma", "mixtral")
+    found = {verdict.model_type: verdict for verdict in survey.survey()}
+    assert found["mixtral"].served
+    reason = found["diffusion_gemma"].reason
+    assert re.fullmatch(r"it is no autoregressive model, .*: .* several steps \(block diffusion\)", reason)
+    with pytest.raises(UnsupportedModelError, match=f"diffusion_gemma is not supported: {re.escape(reason)}"):
+        refusal.check_raw_config(tmp_path, {"model_type": "diffusion_gemma", "text_config": {"a": 1}})
+
+
+def test_a_multimodal_checkpoint_that_is_refused_by_name_is_told_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="not supported: a checkpoint stores its experts for text and"):
+        refusal.check_raw_config(tmp_path, {"model_type": "ernie4_5_vl_moe", "vision_config": {"a": 1}})
 
 
 def test_a_type_that_no_test_covers_is_not_served_and_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +160,8 @@ def test_both_outputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_the_part_that_is_not_served_is_refused_with_the_reason(model_type: str, fields: dict[str, Any]) -> None:
     config = tiny_models.small_config(model_type, **fields)
     model = adapter.build_meta_model(config, torch.float32)
-    with pytest.raises(UnsupportedModelError, match=f"{model_type} is served with {PARTLY[model_type]}"):
+    told = f"served with {PARTLY[model_type]}; of this model that is not true: {REFUSED_PART[model_type]}"
+    with pytest.raises(UnsupportedModelError, match=told):
         features_of_model(model, config)
 
 
