@@ -35,6 +35,7 @@ SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
         "muse_spark",
         "sarvam_mla",
         "sarvam_moe",
+        "unlimited_ocr",
     ),
     (5, 24),
 )
@@ -56,6 +57,7 @@ PARTLY: dict[str, str] = {
         _ALL_SOFTMAX,
     ),
     "deepseek_v4": "sliding-window attention in every layer",
+    "unlimited_ocr": "full attention in every layer",
 }
 
 #: Multimodal types whose configuration may name any language model -> the type of it that the tests cover.
@@ -132,4 +134,5 @@ COVERED: dict[str, frozenset[str]] = {
     "sarvam_mla": frozenset({"dense", "latent"}),
     "sarvam_moe": frozenset({"dense"}),
     "solar_open": frozenset(),
+    "unlimited_ocr": frozenset({"dense"}),
 }

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, sparse
+from epruntime.models import adapter, sparse, text_part
 from epruntime.models.replay import LastHidden
 from epruntime.models.visibility import Visibility, visibility_of
 
@@ -43,6 +43,8 @@ _NO_EFFECT = frozenset(
 )
 #: Stands in a feature's name between features that a model cannot be told apart by: a test of either one covers it.
 OR = " or "
+#: Types of layers whose mask depends on positions alone, in all of transformers.
+_FIXED_MASKS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _PROBE_TOKENS = 5
 #: Registered functions are global to the process.
 _ONE_PROBE = threading.Lock()
@@ -101,6 +103,13 @@ class _Recorder:
         self.expert_calls: Counter[str] = Counter()
         self.updates: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         self.index_keys: dict[int, tuple[int, str]] = {}
+        self.asked_for_layers = False
+
+    @property
+    def layers(self) -> tuple[()]:
+        """Layers of a cache that has seen nothing. Some masks depend on what these keep (`_check_masks`)."""
+        self.asked_for_layers = True
+        return ()
 
     # What a model asks of a cache that has seen nothing.
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -286,12 +295,25 @@ def _run(model: torch.nn.Module) -> Probe:
         ) from error
     except Exception as error:  # a foreign forward raises what it likes
         raise _does_not_run(kind, error) from error
+    _check_masks(model, recorder)
     if recorder.updates:
         raise UnsupportedModelError(
             f"{kind}: layers {sorted(recorder.updates)} cache keys and values but do not "
             "attend through the attention interface"
         )
     return Probe(attention=tuple(recorder.attention), top_k=dict(recorder.top_k))
+
+
+def _check_masks(model: Any, recorder: _Recorder) -> None:
+    """Refuses masks that may change once a cache has layers."""
+    if not recorder.asked_for_layers:
+        return
+    kinds = getattr(text_part.language_config(model.config), "layer_types", None) or ["unknown"]
+    others = sorted(set(kinds) - _FIXED_MASKS)
+    if others:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: masks depend on what its cache holds, in layers of type {', '.join(others)}"
+        )
 
 
 def _run_on_rows(model: Any, arguments: dict[str, Any]) -> None:

@@ -48,8 +48,11 @@ REFUSED: dict[str, str] = {
 }
 
 #: model_type -> why a model of a type that is served in part (`conformance.PARTLY`) is not.
-_COMPRESSED = "its attention compresses keys over several tokens"
-REFUSED_PART: dict[str, str] = {t: _COMPRESSED if t == "deepseek_v4" else _LINEAR for t in PARTLY}
+REFUSED_PART: dict[str, str] = {
+    **dict.fromkeys(PARTLY, _LINEAR),
+    "deepseek_v4": "its attention compresses keys over several tokens",
+    "unlimited_ocr": "its attention sees all of the prompt, and a window of what was generated after it",
+}
 
 #: Fields of config.json by which transformers reads other files than the usual ones.
 _ELSEWHERE = ("transformers_weights", "configuration_files")

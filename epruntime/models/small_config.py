@@ -180,6 +180,11 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "talker_config": {"spatial_merge_size": 2},
     "code2wav_config": {"codebook_size": 64},
     "step3p5": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "unlimited_ocr_text": {
+        **_ALL_FULL,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,  # its eager attention, the reference, takes no fewer than heads
+    },
     "zaya": {"num_experts_per_tok": 1},
     "longcat_flash": {**_LATENT, "num_layers": 2, "zero_expert_num": 4, "moe_topk": 3},
 }
