@@ -134,5 +134,6 @@ COVERED: dict[str, frozenset[str]] = {
     "sarvam_mla": frozenset({"dense", "latent"}),
     "sarvam_moe": frozenset({"dense"}),
     "solar_open": frozenset(),
+    "step3p7": frozenset({"dense", "window"}),
     "unlimited_ocr": frozenset({"dense"}),
 }

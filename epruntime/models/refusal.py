@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
         ),
         _LINEAR,
     ),
-    **dict.fromkeys(("jetmoe", "doge", "step3p7"), _OWN_EXPERTS),
+    **dict.fromkeys(("jetmoe", "doge"), _OWN_EXPERTS),
     "ernie4_5_vl_moe": "a checkpoint stores its experts for text and those for images as one",
 }
 

@@ -179,7 +179,13 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_talker_code_predictor": {"vocab_size": 64},
     "talker_config": {"spatial_merge_size": 2},
     "code2wav_config": {"codebook_size": 64},
-    "step3p5": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "step3p5": {
+        **_ALTERNATING,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_sliding_attention_heads": 8,
+        "share_expert_dim": 32,
+        "sliding_window": 8,
+    },
     "unlimited_ocr_text": {
         **_ALL_FULL,
         "mlp_layer_types": ["dense", "sparse", "sparse"],

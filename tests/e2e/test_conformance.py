@@ -160,6 +160,16 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_vl_moe": [{"mlp_only_layers": [0]}, {"tie_word_embeddings": True}],
     "llama4": [{"interleave_moe_layer_step": 2}],
+    "step3p7": [
+        {"swiglu_limits": [0.0, 0.5, 0.0], "swiglu_limits_shared": [0.0, 0.0, 0.5]},
+        {
+            "query_pre_attn_scalar": 5,
+            "rope_parameters": {
+                "full_attention": {**_LLAMA3, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ],
     "minimax_m3_vl": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
     "muse_spark": [{"mlp_layer_types": ["dense", "sparse", "sparse"]}],
     "mistral4": [{"first_k_dense_replace": 0}],

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from epruntime.models.families import dbrx, llama4, longcat_flash
+from epruntime.models.families import dbrx, llama4, longcat_flash, step3p5
 from epruntime.models.families.layout import Layout
 
 #: model_type of a language model -> what replaces modules of it, in place, by its configuration, and says how its
@@ -20,6 +20,7 @@ _ADAPTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "dbrx": dbrx.adapt,
     "llama4_text": llama4.adapt,
     "longcat_flash": longcat_flash.adapt,
+    "step3p5": step3p5.adapt,
 }
 _LAYOUT = "_epruntime_layout"
 
