@@ -13,6 +13,6 @@ def adapt(model: Any, config: Any) -> Layout:
         return Layout()  # a model with experts in no layer is refused where those of all families are
     for name, old in modules_of(model, "Step3p7Experts"):
         new = InterfaceExperts(old.gate_up_proj, old.down_proj, old.act_fn)
-        new._apply_gate = old._apply_gate
+        object.__setattr__(new, "_apply_gate", old._apply_gate)
         model.set_submodule(name, new)
     return Layout()
