@@ -108,12 +108,16 @@ def build(config: Any, dtype: torch.dtype) -> Any:
     if not is_multimodal(config):
         return model
     whole = writes = model
+    others: list[str] = []
     if made_of is not config:
         whole = writes = whole_class(config)._from_config(config, dtype=dtype)
         if is_multimodal(made_of):  # a part of it has towers of its own
             keep_language_model(model)
+            # the other parts may be switched off, and in the files all the same
+            field = language_field(type(config))
+            others = [f"{name.removesuffix('_config')}." for name in config.sub_configs if name != field]
             writes = next(module for module in whole.modules() if isinstance(module, kind))
-    object.__setattr__(model, _LEFT_OUT, keep_language_model(whole, writes))
+    object.__setattr__(model, _LEFT_OUT, (*keep_language_model(whole, writes), *others))
     object.__setattr__(model, _WHOLE, whole)
     return model
 
