@@ -141,6 +141,8 @@ class LatentLayer(PagedLayer):
     so queries go to the latent space, attention runs there with one key/value head of dim C + R whose
     values are its first C elements, and W_UV takes the result back. The same form serves every
     query, prefill and decode alike.
+
+    A layer that attends to the latents of another one (`call.shares`) keeps a copy of them.
     """
 
     def __init__(self, call: AttentionCall, kv: KVLayerInfo, state: StepState, module: Any) -> None:
@@ -165,6 +167,8 @@ class LatentLayer(PagedLayer):
         sinks_H: torch.Tensor | None,
         selected_TW: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.call.shares >= 0:
+            self.write(key, value)  # unexpanded, as `expand_kv` hands them on
         module = self._module
         num_heads, nope = query.shape[1], int(module.qk_nope_head_dim)
         up_HXC = module.kv_b_proj.weight.view(num_heads, -1, self.kv.value_dim)
@@ -219,16 +223,10 @@ class LatentCache:
         self._layers[layer_idx].write(latent, rotary)
         return latent, rotary
 
-    def select(
-        self,
-        indexer: Any,
-        hidden: torch.Tensor,
-        q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def select(self, indexer: Any, rows: sparse.Rows) -> torch.Tensor:
         """Key positions that each row attends to, by the indexer of a layer: [T, W], -1 for none."""
         layer = self._layers[indexer.layer_idx]
-        return sparse.select(indexer, hidden, q_resid, position_embeddings, layer.state.current, layer.index_cache_NBI)
+        return sparse.select(indexer, rows, layer.state.current, layer.index_cache_NBI)
 
 
 _LATENT_ATTRIBUTES = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -240,6 +238,8 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
     Raises:
         UnsupportedModelError: it caches neither its keys and values nor latents of the known form.
     """
+    _check_source(call, module)
+    groups = int(getattr(module, "num_key_value_groups", 1))
     plain = ((call.num_kv_heads, call.key_dim), (call.num_kv_heads, call.value_dim))
     cached = (call.cached_key, call.cached_value)
     if cached == plain and not call.sparse:
@@ -256,6 +256,11 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
             and getattr(projection, "bias", None) is None
             and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent)
         )
+        if fits and groups != 1:
+            raise UnsupportedModelError(
+                f"config.json says num_key_value_heads={call.num_heads // groups} for {call.num_heads} heads, but of "
+                "latents every head has keys of its own; transformers does not run it either"
+            )
         if fits:
             return KVLayerInfo(
                 num_heads=1,
@@ -268,6 +273,18 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
     raise UnsupportedModelError(
         f"attention of {call.module_name} attends over keys and values {plain} (heads, dim) but caches {cached}: "
         "neither the same nor the latents of multi-head latent attention"
+    )
+
+
+def _check_source(call: AttentionCall, module: Any) -> None:
+    """Refuses latents of another layer than the configuration says: transformers keeps the last ones of each kind."""
+    sources = getattr(module.config, "kv_source_layers", None)
+    if call.shares < 0 or sources is None or sources[module.layer_idx] == call.shares:
+        return
+    raise UnsupportedModelError(
+        f"config.json says that layer {module.layer_idx} attends to the latents of layer {sources[module.layer_idx]} "
+        f"(kv_source_layers), but transformers gives it those of layer {call.shares}, the last layer of its kind that "
+        "keeps some for others"
     )
 
 

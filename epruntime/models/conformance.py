@@ -32,6 +32,7 @@ SINCE: dict[str, tuple[int, int]] = dict.fromkeys(
         "kolibri1",
         "lara_mini",
         "minimax_m3_vl",
+        "mistral_large4",
         "muse_spark",
         "sarvam_mla",
         "sarvam_moe",
@@ -64,7 +65,8 @@ PARTLY: dict[str, str] = {
 LANGUAGES: dict[str, str] = {"internvl": "qwen3_moe", "kimi_k25": "deepseek_v3", "mistral3": "mistral4"}
 
 #: model_type -> features. Those of attention: window, chunk, sinks, softcap, latent (the cache keeps latents),
-#: sparse (an indexer selects keys). Those of the layers: dense (layers without routed experts among them).
+#: sparse (an indexer selects keys), shared (a layer attends to the latents of another one). Those of the layers: dense
+#: (layers without routed experts among them).
 COVERED: dict[str, frozenset[str]] = {
     "afmoe": frozenset({"dense", "window"}),
     "aria": frozenset(),
@@ -119,6 +121,7 @@ COVERED: dict[str, frozenset[str]] = {
     "minimax_m3_vl_text": frozenset({"dense"}),
     "mistral3": frozenset({"dense", "latent"}),
     "mistral4": frozenset({"dense", "latent"}),
+    "mistral_large4": frozenset({"dense", "latent", "shared", "sparse"}),
     "mixtral": frozenset({"window"}),
     "muse_spark": frozenset({"dense", "window"}),
     "olmoe": frozenset(),

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from epruntime.errors import UnsupportedModelError
 from epruntime.models import adapter, sparse, text_part
+from epruntime.models.latents import Latents
 from epruntime.models.replay import LastHidden
 from epruntime.models.visibility import Visibility, visibility_of
 
@@ -57,13 +58,15 @@ class AttentionCall:
     Attributes:
         num_heads, key_dim, value_dim: of the queries, keys and values handed to attention.
         num_kv_heads: key/value heads handed to attention.
-        cached_key, cached_value: (heads, dim) of what the layer handed to the cache, if it did.
+        cached_key, cached_value: (heads, dim) of what the layer handed to the cache, if it did, or of latents that it
+            shares.
         scaling: factor on the scores; None means key_dim ** -0.5.
         softcap: 0.0 for none.
         sinks: one extra logit per head takes part in the softmax.
         index_dim, index_dtype: size and dtype of the index keys by which the layer selects what it attends to; 0 and
             "" if it has none of its own.
         sparse: it attends to selected keys only.
+        shares: layer_idx of the layer whose latents it attends to, if it hands none to the cache; else -1.
     """
 
     module_name: str
@@ -80,6 +83,7 @@ class AttentionCall:
     index_dim: int = 0
     index_dtype: str = ""
     sparse: bool = False
+    shares: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,7 @@ class _Recorder:
         self.expert_calls: Counter[str] = Counter()
         self.updates: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         self.index_keys: dict[int, tuple[int, str]] = {}
+        self.latents = Latents()
         self.asked_for_layers = False
 
     @property
@@ -131,23 +136,18 @@ class _Recorder:
                     "keys and values of [batch, heads, tokens, dim]"
                 )
         self.updates[layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        self.latents.given(layer_idx, key, value)
         return key, value
 
-    def select(
-        self,
-        indexer: Any,
-        hidden: torch.Tensor,
-        q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def select(self, indexer: Any, rows: sparse.Rows) -> torch.Tensor:
         def keys(key: torch.Tensor) -> torch.Tensor:
             if key.dim() != 3 or key.shape[1] != _PROBE_TOKENS:
                 raise UnsupportedModelError(f"an indexer caches keys of shape {tuple(key.shape)}, not [1, tokens, dim]")
             self.index_keys[indexer.layer_idx] = (key.shape[2], str(key.dtype).removeprefix("torch."))
             return key
 
-        mask = torch.ones(1, _PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool, device=hidden.device)
-        return sparse.run(indexer, (hidden, q_resid, position_embeddings), mask, keys)
+        mask = torch.ones(1, _PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool, device=rows["hidden_states"].device)
+        return sparse.run(indexer, rows, mask, keys)
 
     def on_attention(
         self,
@@ -184,8 +184,13 @@ class _Recorder:
             raise UnsupportedModelError(f"attention of {name} has {s_aux.numel()} sinks for {query.shape[1]} heads")
         if indices is not None and attention_mask.visibility != Visibility():
             raise UnsupportedModelError(f"attention of {name} selects keys within a window, which is not supported")
+        if indices is not None and indices.shape[-1] < 1:
+            raise UnsupportedModelError(f"attention of {name} selects no key: config.json says index_topk 0")
         index_key = self.index_keys.pop(getattr(module, "layer_idx", -1), (0, ""))
         cached = self.updates.pop(getattr(module, "layer_idx", -1), (None, None))
+        shared = self.latents.of_another(module) if cached[0] is None else None
+        if shared is not None:
+            cached = (shared.latent, shared.rotary)
         self.attention.append(
             AttentionCall(
                 module_name=name,
@@ -202,6 +207,7 @@ class _Recorder:
                 index_dim=index_key[0],
                 index_dtype=index_key[1],
                 sparse=indices is not None,
+                shares=-1 if shared is None else shared.layer_idx,
             )
         )
         shape = (query.shape[0], _PROBE_TOKENS, query.shape[1], value.shape[3])
@@ -277,7 +283,7 @@ def _run(model: torch.nn.Module) -> Probe:
     kind = type(model).__name__
     try:
         adapter.use_hooks(model, adapter.PROBE)
-        with torch.inference_mode():
+        with torch.inference_mode(), recorder.latents.watch(model):
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
             positions = torch.zeros_like(ids)
             arguments = {"input_ids": ids, "position_ids": positions, adapter.cache_keyword(model): recorder}
@@ -345,6 +351,8 @@ def features_of(probe: Probe) -> frozenset[str]:
             found.add("sinks")
         if call.sparse:
             found.add("sparse")
+        if call.shares >= 0:
+            found.add("shared")
         if call.softcap:
             found.add("softcap")
     return frozenset(found)

@@ -161,6 +161,11 @@ def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
             f"{path}: config.json says max_position_embeddings={config.max_position_embeddings}; a "
             "sequence has at least one token"
         )
+    if getattr(config, "final_logit_softcapping", None) == 0:
+        raise CheckpointError(
+            f"{path}: config.json says final_logit_softcapping=0, and logits are divided by it: no logit would be a "
+            "number"
+        )
     if config.num_hidden_layers > num_tensors:
         raise CheckpointError(
             f"{path}: config.json says num_hidden_layers={config.num_hidden_layers}, but the "

@@ -116,6 +116,7 @@ _LATENT_TYPES = (
     "glm_moe_dsa",
     "longcat_flash",
     "mistral4",
+    "mistral_large4_text",
     "sarvam_mla",
 )
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -169,6 +170,13 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "hy_v4_vl_text": {
         **_LATENT,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
+    # no rotary embedding in two layers; one attends to another's latents, and one to the keys that another one selects
+    "mistral_large4_text": {
+        **_LATENT,
+        "no_rope_layers": [1, 0, 0],
+        "kv_source_layers": [0, 1, 1],
+        "indexer_types": ["full", "shared", "full"],
     },
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32},

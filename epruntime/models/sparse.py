@@ -3,15 +3,16 @@
 attention module -> its indexer (wrapped here) -> cache.select -> per sequence: transformers' own indexer on the rows
 of one sequence and the index keys of its whole history -> positions [T, W] -> the attention function's `indices`
 
-The indexer's formula stays transformers' own, which differs in details between families. Three things are ours: index
-keys live in the paged cache beside the latents, equal scores go to the earliest keys (torch's top-k names any), and
-a sequence is worked on by itself.
+The indexer's formula stays transformers' own, which differs in details between families, and so does what it is given:
+its own signature says which arguments it takes. Three things are ours: index keys live in the paged cache beside the
+latents, equal scores go to the earliest keys (torch's top-k names any), and a sequence is worked on by itself.
 
 Shape letters: T rows of the flat batch, W selected keys of a row, L keys of a sequence, I index key size, D row size.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
@@ -24,7 +25,13 @@ from epruntime.models.batch import ForwardBatch
 from epruntime.ops.attention import write_kv_cache
 
 _ORIGINAL = "_epruntime_forward"
-_ARGUMENTS = ("hidden_states", "q_resid", "position_embeddings", "attention_mask")
+#: Arguments of an indexer that have an entry for each row of the batch -> the dimension in which they have it.
+_BY_ROW = {"hidden_states": 1, "q_resid": 1, "position_embeddings": 1, "position_ids": -1}
+#: Arguments that every indexer has. One that takes anything else is of no known form.
+_ALL_HAVE = frozenset({"hidden_states", "attention_mask", "cache"})
+
+#: What one is called with, by name, but for its mask and its cache.
+Rows = dict[str, Any]
 
 
 class _NoMask:
@@ -51,11 +58,16 @@ def adapt(model: torch.nn.Module) -> None:
         indexer = getattr(module, "indexer", None)
         if not isinstance(indexer, torch.nn.Module):
             continue
-        names = inspect.signature(inspect.unwrap(type(indexer).forward)).parameters
-        if all(name in names for name in _ARGUMENTS):
+        names = _signature(type(indexer).forward).parameters.keys() - {"self"}
+        if names >= _ALL_HAVE and names <= _ALL_HAVE | _BY_ROW.keys():
             object.__setattr__(indexer, _ORIGINAL, indexer.forward)
             indexer.forward = MethodType(_forward, indexer)
             module.register_forward_pre_hook(_give_a_mask, with_kwargs=True)
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(inspect.unwrap(forward))
 
 
 def _give_a_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -64,40 +76,26 @@ def _give_a_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return args, kwargs
 
 
-def _forward(
-    indexer: Any,
-    hidden_states: torch.Tensor,
-    q_resid: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: Any,
-    position_ids: Any = None,
-    cache: Any = None,
-) -> Any:
-    return cache.select(indexer, hidden_states, q_resid, position_embeddings)
+def _forward(indexer: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments
+    return given["cache"].select(indexer, {name: given[name] for name in _BY_ROW if name in given})
 
 
-def run(
-    indexer: Any,
-    rows: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
-    mask_1TL: torch.Tensor,
-    keys: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+def _rows_of(value: Any, dim: int, first: int, count: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.narrow(dim, first, count)
+    return None if value is None else tuple(_rows_of(part, dim, first, count) for part in value)
+
+
+def run(indexer: Any, rows: Rows, mask_1TL: torch.Tensor, keys: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """transformers' own indexer. `keys`: the rows' index keys [1, T, I] -> those to score [1, L, I]."""
-    hidden, q_resid, positions = rows
     cache = SimpleNamespace(update_indexer=lambda key, *_, **__: keys(key))
     with _EarliestFirst():
-        found: torch.Tensor = getattr(indexer, _ORIGINAL)(hidden, q_resid, positions, mask_1TL, None, cache=cache)
+        found: torch.Tensor = getattr(indexer, _ORIGINAL)(**rows, attention_mask=mask_1TL, cache=cache)
     return found
 
 
-def select(
-    indexer: Any,
-    hidden_1TH: torch.Tensor,
-    q_resid_1TR: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    batch: ForwardBatch,
-    index_cache_NBI: torch.Tensor,
-) -> torch.Tensor:
+def select(indexer: Any, rows: Rows, batch: ForwardBatch, index_cache_NBI: torch.Tensor) -> torch.Tensor:
     """Selected key positions of every row, ascending, -1 where there are fewer: int64 [T, W].
 
     Writes the rows' index keys to their slots of `index_cache_NBI` [N, B, I] first.
@@ -115,9 +113,8 @@ def select(
 
         position_T = torch.arange(length - count, length)
         mask_TL = torch.arange(length) <= position_T[:, None]
-        cos, sin = position_embeddings
-        rows = (hidden_1TH[:, part], q_resid_1TR[:, part], (cos[:, part], sin[:, part]))
-        index_TW = run(indexer, rows, mask_TL[None], keys)[0].long()
+        own = {name: _rows_of(value, _BY_ROW[name], starts[s], count) for name, value in rows.items()}
+        index_TW = run(indexer, own, mask_TL[None], keys)[0].long()
         beyond = length  # sorts behind every position
         index_TW = index_TW.masked_fill(index_TW > position_T[:, None], beyond).sort(dim=-1).values
         selected.append(index_TW.masked_fill(index_TW == beyond, -1))

@@ -71,8 +71,8 @@ def odd_shape(model_type: str, *, num_experts: int = 7, top_k: int = 3) -> dict[
     chosen = {name: value for name, value in values.items() if _has(defaults, name)}
     if "kv_lora_rank" in chosen:
         chosen |= {"num_key_value_heads": _HEADS, "head_dim": chosen["qk_rope_head_dim"]}
-        if defaults.q_lora_rank is None:
-            del chosen["q_lora_rank"]
+        if getattr(defaults, "q_lora_rank", None) is None:
+            chosen.pop("q_lora_rank", None)
     return chosen | _PER_TYPE.get(language, {}) | _PER_TYPE.get(model_type, {})
 
 

@@ -56,6 +56,9 @@ def build(
         with torch.no_grad():
             for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
                 std = _spread(name)
+                if "softmax_scaling" in name:  # of queries, by the logarithm of the position: 1 in a fresh model
+                    tensor.copy_(torch.randn_like(tensor) * 0.2 + tensor)
+                    continue
                 if name.endswith("tid2eid"):  # [V, K] expert ids by token, where a hash of the token routes
                     num_experts = len(whole.get_submodule(name.rpartition(".")[0]).weight)
                     tensor.copy_(torch.rand(len(tensor), num_experts).argsort(1)[:, : tensor.shape[1]])
@@ -76,6 +79,8 @@ def _spread(name: str) -> float | None:
         return 0.1
     if "sink" in short:
         return 1.0
+    if name.endswith("rotary_emb.alpha"):  # of rotary frequencies, whose logarithm it is added to
+        return 0.3
     return 0.1 if "bias" in short else None
 
 

@@ -173,6 +173,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "minimax_m3_vl": [{"mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 40}],
     "muse_spark": [{"mlp_layer_types": ["dense", "sparse", "sparse"]}],
     "mistral4": [{"first_k_dense_replace": 0}],
+    "mistral_large4": [
+        {"kv_source_layers": None, "indexer_types": None, "no_rope_layers": None, "index_topk": 3},
+        {
+            "kv_source_layers": [0, 0, 0],
+            "indexer_types": ["full", "full", "shared"],
+            "no_rope_layers": [1, 1, 1],
+            "rope_parameters": _DYNAMIC,
+            "max_position_embeddings": 16,
+            "attention_bias": True,
+        },
+    ],
     "qwen3_next": [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}],
     "llama4_text": [
         {"num_experts_per_tok": 2},

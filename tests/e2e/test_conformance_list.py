@@ -43,7 +43,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, l
 SLICE = frozenset({"dbrx", "glm_moe_dsa", "llama4", "longcat_flash", "qwen3_vl_moe"})
 
 #: Weights with which prompts that have margins are found.
-SEEDS = {"mistral4": 1}
+SEEDS = {"mistral4": 1, "mistral_large4": 2}
 TYPES = [pytest.param(t, marks=() if t in SLICE else pytest.mark.full) for t in candidates()]
 
 
