@@ -170,14 +170,14 @@ def _disagreement(path: Path, names: list[str]) -> CheckpointError:
     )
 
 
-def split_rows(checkpoint: Checkpoint, endings: dict[str, str], parts: int) -> Checkpoint:
-    """Some tensors cut along their first dimension into `parts` equal ones, which are found in the same bytes.
+def split_rows(checkpoint: Checkpoint, endings: dict[str, tuple[str, ...]]) -> Checkpoint:
+    """Some tensors cut along their first dimension into equal ones, which are found in the same bytes.
 
     Args:
-        endings: ending of a tensor's name -> the ending its parts have, "*" standing for a part's number.
+        endings: ending of a tensor's name -> the endings that its parts have, in order.
 
     Raises:
-        CheckpointError: a tensor's first dimension is no multiple of `parts`.
+        CheckpointError: a tensor's first dimension is no multiple of the number of parts.
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.tensors.items():
@@ -185,15 +185,14 @@ def split_rows(checkpoint: Checkpoint, endings: dict[str, str], parts: int) -> C
         if ending is None:
             tensors[name] = entry
             continue
+        parts = len(endings[ending])
         if not entry.shape or parts < 1 or entry.shape[0] % parts:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} of shape {entry.shape} cannot be cut into {parts} parts, one per expert"
-            )
+            raise CheckpointError(f"{checkpoint.path}: {name} of shape {entry.shape} cannot be cut into {parts} parts")
         shape, size = (entry.shape[0] // parts, *entry.shape[1:]), entry.num_bytes // parts
-        for part in range(parts):
-            part_name = name.removesuffix(ending) + endings[ending].replace("*", str(part))
+        for number, new in enumerate(endings[ending]):
+            part_name = name.removesuffix(ending) + new
             tensors[part_name] = replace(
-                entry, name=part_name, shape=shape, offset=entry.offset + part * size, num_bytes=size
+                entry, name=part_name, shape=shape, offset=entry.offset + number * size, num_bytes=size
             )
     return replace(checkpoint, tensors=tensors)
 

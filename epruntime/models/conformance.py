@@ -85,6 +85,7 @@ COVERED: dict[str, frozenset[str]] = {
     "dots3_note": frozenset({"dense", "latent", "sparse", "window"}),
     "dots3_note_text": frozenset({"dense", "latent", "sparse", "window"}),
     "ernie4_5_moe": frozenset({"dense"}),
+    "ernie4_5_vl_moe": frozenset({"dense"}),
     "exaone_moe": frozenset({"dense", "window"}),
     "flex_olmo": frozenset(),
     "flint": frozenset({"dense", "sinks", "window"}),

@@ -79,6 +79,8 @@ class Conversions:
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._layout = layout_of(model)
+        # an adapter's own way to make a parameter takes the place of transformers'
+        self._converters = [c for c in self._converters if self._layout.stacked.keys().isdisjoint(c.target_patterns)]
         for parameter, sources in self._layout.stacked.items():
             operations = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(sources) > 1 else [])]
             self._converters.append(

@@ -176,8 +176,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     num_experts = max(_num_experts(module) for module in experts.values())
     refusal.check_num_experts(path, num_experts, checkpoint.num_parameters)
     layout = families.layout_of(model)
-    if layout.split:
-        checkpoint = split_rows(checkpoint, layout.split, layout.num_experts)
+    checkpoint = split_rows(checkpoint, layout.cuts())
     checkpoint = first_rows(checkpoint, layout.padded)
     generation = read_generation_config(path)
     shared_bytes, expert_bytes = _memory(model, experts)

@@ -44,7 +44,6 @@ REFUSED: dict[str, str] = {
         _LINEAR,
     ),
     **dict.fromkeys(("jetmoe", "doge"), _OWN_EXPERTS),
-    "ernie4_5_vl_moe": "a checkpoint stores its experts for text and those for images as one",
 }
 
 #: model_type -> why a model of a type that is served in part (`conformance.PARTLY`) is not.

@@ -164,7 +164,10 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "floor_scale": 4,
     },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 16],  # of experts for text, and of those for images
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
     "glm5_next_text": {**_LATENT, "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16},
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "hy_v4_vl_text": {

@@ -48,6 +48,10 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
     "dots3_note": {"hidden_size": 64},  # towers have it, too, in their configurations
     "muse_spark": {"hidden_size": 64, "num_attention_heads": 4},  # the same
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [29, 15],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 3]},
+    },
     "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}},
     "mimo_v2_flash": {"num_attention_heads": 6, "num_key_value_heads": 3},  # has twice as many in windowed layers
 }

@@ -124,6 +124,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": {**_LONGROPE, **_MSCALES}},
     ],
     "ernie4_5_moe": [{"use_bias": True}, {"moe_layer_start_index": 0}],
+    "ernie4_5_vl_moe": [
+        {"use_bias": True, "moe_num_shared_experts": 0},
+        {"mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True},
+    ],
     "cohere2_moe": [
         {"layer_types": _ALTERNATE},
         {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 40},

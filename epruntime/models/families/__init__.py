@@ -1,4 +1,5 @@
-"""Families whose experts do not go through transformers' experts interface: small adapters put them on it.
+"""Families whose experts do not go through transformers' experts interface, or not all of them: small adapters put them
+on it, or leave out what is not called.
 
 module tree on the meta device -> adapt: experts modules replaced by ones of the interface's form -> probe, weights, ...
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from epruntime.models.families import dbrx, llama4, longcat_flash, step3p5
+from epruntime.models.families import dbrx, ernie4_5_vl_moe, llama4, longcat_flash, step3p5
 from epruntime.models.families.layout import Layout
 
 #: model_type of a language model -> what replaces modules of it, in place, by its configuration, and says how its
 #: checkpoint's tensors are laid out.
 _ADAPTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "dbrx": dbrx.adapt,
+    "ernie4_5_vl_moe_text": ernie4_5_vl_moe.adapt,
     "llama4_text": llama4.adapt,
     "longcat_flash": longcat_flash.adapt,
     "step3p5": step3p5.adapt,

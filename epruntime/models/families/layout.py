@@ -20,6 +20,7 @@ class Layout:
         split: ending of a checkpoint name -> the ending it is given per expert ("*" for its number): the tensor holds
             all experts' rows one after another in its first dimension.
         num_experts: parts that such a tensor is split into.
+        parts: ending of a checkpoint name -> endings that the equal parts of its first dimension are given, in order.
         padded: ending of a checkpoint name -> (rows, rows that are used, the first ones) of its first dimension.
         unused: is this checkpoint tensor no part of the model?
     """
@@ -27,5 +28,12 @@ class Layout:
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
     split: dict[str, str] = field(default_factory=dict)
     num_experts: int = 0
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     padded: dict[str, tuple[int, int]] = field(default_factory=dict)
     unused: Callable[[str], bool] = _never
+
+    def cuts(self) -> dict[str, tuple[str, ...]]:
+        """`split` and `parts` in one form. Made where it is needed: only then is the number of experts known to fit."""
+        numbers = range(self.num_experts)
+        by_expert = {old: tuple(new.replace("*", str(n)) for n in numbers) for old, new in self.split.items()}
+        return by_expert | self.parts
