@@ -38,6 +38,7 @@ _WORDS = {
         "softcap": "soft cap",
         "chunk": "chunked",
         "latent": "multi-head latent (MLA)",
+        "shared": "latents shared by layers",
         "sparse": "sparse by an indexer (DSA)",
         "": "full",
         "dense": "some are dense",
@@ -52,6 +53,7 @@ _WORDS = {
         "softcap": "soft cap",
         "chunk": "分块",
         "latent": "MLA 多头潜在注意力",
+        "shared": "层间共享潜在向量",
         "sparse": "稀疏 (DSA 索引器)",
         "": "全注意力",
         "dense": "含稠密层",
@@ -132,7 +134,9 @@ def models_table(file: str) -> str:
     rows = []
     for model_type, features in sorted(COVERED.items()):
         attention = [
-            words[name] for name in ("latent", "sparse", "window", "chunk", "sinks", "softcap") if name in features
+            words[name]
+            for name in ("latent", "shared", "sparse", "window", "chunk", "sinks", "softcap")
+            if name in features
         ]
         kind = (", ".join(attention) or words[""]) + (words["partly"] if model_type in PARTLY else "")
         if text_part.has_language_part(CONFIG_MAPPING[model_type]):
