@@ -323,6 +323,22 @@ SAMPLING = (
         test="tests/unit/test_models_loading.py::test_info",
     ),
     Fault(
+        id="head-meets-first-rows",
+        words="a forward that is not told of which rows logits are wanted is handed the first ones",
+        file="epruntime/models/replay.py",
+        old="hidden_1TH[:, rows_N]",
+        new="hidden_1TH[:, : len(rows_N)]",
+        test="tests/unit/test_models_logit_rows.py::test_rows_equal_those_of_a_class_that_is_told_of_them",
+    ),
+    Fault(
+        id="masks-of-a-cache",
+        words="a mask that depends on what the cache holds is taken for what it is without one",
+        file="epruntime/models/probe.py",
+        old="    if not recorder.asked_for_layers:\n        return\n",
+        new="    return\n",
+        test="tests/unit/test_models_survey.py::test_the_part_that_is_not_served_is_refused_with_the_reason",
+    ),
+    Fault(
         id="stop-string-leaked",
         words="text that begins a stop string is shown before it is known whether it is one",
         file="epruntime/engine/detokenizer.py",
