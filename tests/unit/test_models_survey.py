@@ -92,9 +92,13 @@ def test_what_does_not_append_token_after_token_is_refused_with_that_reason(
         refusal.check_raw_config(tmp_path, {"model_type": "diffusion_gemma", "text_config": {"a": 1}})
 
 
-def test_a_multimodal_checkpoint_that_is_refused_by_name_is_told_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="not supported: a checkpoint stores its experts for text and"):
-        refusal.check_raw_config(tmp_path, {"model_type": "ernie4_5_vl_moe", "vision_config": {"a": 1}})
+def test_a_multimodal_checkpoint_that_is_refused_by_name_is_told_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(COVERED, "qwen3_vl_moe")
+    monkeypatch.setitem(refusal.REFUSED, "qwen3_vl_moe", "a reason")
+    with pytest.raises(UnsupportedModelError, match="qwen3_vl_moe is not supported: a reason; "):
+        refusal.check_raw_config(tmp_path, {"model_type": "qwen3_vl_moe", "vision_config": {"a": 1}})
 
 
 def test_a_type_that_no_test_covers_is_not_served_and_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
