@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from epruntime.errors import UnsupportedModelError
-from epruntime.models import adapter, families, refusal, rope, text_part
+from epruntime.models import adapter, eos, families, refusal, rope, text_part
 from epruntime.models.attention import LatentLayer, PagedLayer, StepState, kv_layer_of, make_layer
 from epruntime.models.checkpoint import Checkpoint, first_rows, open_checkpoint, read_raw_config, split_rows
 from epruntime.models.conversions import Conversions
@@ -91,12 +91,6 @@ def _pick_dtype(path: Path, wanted: str, config: Any, checkpoint: Checkpoint) ->
             f"{path}: {source} says {found}; weights are kept in float32 or bfloat16: set dtype to one of them"
         )
     return found
-
-
-def _eos_token_ids(config: Any) -> list[int]:
-    parts = (config, text_part.writing_config(config), text_part.language_config(config))
-    named = [token for part in parts for token in adapter.as_ids(getattr(part, "eos_token_id", None))]
-    return named + text_part.eos_token_ids(config)
 
 
 def _num_experts(module: Any) -> int:
@@ -191,7 +185,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
-        eos_token_ids=tuple(sorted({*_eos_token_ids(config), *generation.eos_token_ids})),
+        eos_token_ids=eos.eos_token_ids(config, raw, generation.eos_token_ids),
         kv_layers=structure.kv_layers,
         num_parameters=checkpoint.num_parameters,
         checkpoint_bytes=checkpoint.num_bytes,

@@ -56,6 +56,8 @@ REFUSED_PART: dict[str, str] = {
 #: Fields of config.json by which transformers reads other files than the usual ones.
 _ELSEWHERE = ("transformers_weights", "configuration_files")
 _QUANTIZATION = ("quantization_config", "compression_config")
+#: Every covered language model's configuration has these.
+_SIZES = ("max_position_embeddings", "num_hidden_layers", "vocab_size", "hidden_size")
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "thinker_config", "vision_tower_config")
 
 
@@ -113,14 +115,21 @@ def check_architecture(path: Path, config: Any, raw: dict[str, Any]) -> str:
             f"{path}: transformers has no model that generates text for model_type {model_type}; {LISTED}"
         )
     named = raw.get("architectures")
-    # published checkpoints and transformers differ in case: PhiMoEForCausalLM, PhimoeForCausalLM
-    known = {name.lower() for name in readable}
-    if isinstance(named, list) and named and known.isdisjoint(str(name).lower() for name in named):
+    known = {_letters(name) for name in readable}
+    if isinstance(named, list) and named and known.isdisjoint(_letters(str(name)) for name in named):
         raise UnsupportedModelError(
             f"{path}: the checkpoint is a {', '.join(map(str, named))}; {model_type} is served as "
             f"{' or '.join(readable)} only"
         )
     return readable[0]
+
+
+def _letters(name: str) -> str:
+    """What is the same where published names of a class and transformers' differ.
+
+    PhiMoEForCausalLM, PhimoeForCausalLM; KimiK25ForConditionalGeneration, Kimi_K25ForConditionalGeneration.
+    """
+    return name.lower().replace("_", "")
 
 
 def _check_type(path: Path, model_type: str) -> None:
@@ -154,7 +163,14 @@ def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
 
     Raises:
         CheckpointError: config.json is damaged, or belongs to other files.
+        UnsupportedModelError: the configuration is of another kind, and has no such sizes.
     """
+    lacking = [name for name in _SIZES if type(getattr(config, name, None)) is not int]
+    if lacking:
+        raise UnsupportedModelError(
+            f"{path}: the configuration of a {config.model_type} says no {', '.join(lacking)}: it is of another kind "
+            f"than those that conformance tests cover; {LISTED}"
+        )
     if config.max_position_embeddings < 1:
         raise CheckpointError(
             f"{path}: config.json says max_position_embeddings={config.max_position_embeddings}; a "

@@ -10,7 +10,7 @@ model that answers by several in turn (text, then speech) has no forward: of its
 
 from __future__ import annotations
 
-import inspect
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -104,39 +104,44 @@ def build(config: Any, dtype: torch.dtype) -> Any:
         LookupError: transformers has no class for this configuration.
     """
     kind, made_of = class_for(config)
-    model = kind._from_config(made_of, dtype=dtype)
     if not is_multimodal(config):
-        return model
-    whole = writes = model
-    others: list[str] = []
-    if made_of is not config:
-        whole = writes = whole_class(config)._from_config(config, dtype=dtype)
-        if is_multimodal(made_of):  # a part of it has towers of its own
-            keep_language_model(model)
-            # the other parts may be switched off, and in the files all the same
-            field = language_field(type(config))
-            others = [f"{name.removesuffix('_config')}." for name in config.sub_configs if name != field]
-            writes = next(module for module in whole.modules() if isinstance(module, kind))
+        return kind._from_config(made_of, dtype=dtype)
+    whole = whole_class(config)._from_config(config, dtype=dtype)
+    model = whole if made_of is config else kind._from_config(_tied_as(whole, made_of), dtype=dtype)
+    writes, others = whole, list[str]()
+    if made_of is not config and is_multimodal(made_of):  # a part of it has towers of its own
+        keep_language_model(model)
+        # the other parts may be switched off, and in the files all the same
+        field = language_field(type(config))
+        others = [f"{name.removesuffix('_config')}." for name in config.sub_configs if name != field]
+        writes = next(module for module in whole.modules() if isinstance(module, kind))
     object.__setattr__(model, _LEFT_OUT, (*keep_language_model(whole, writes), *others))
     object.__setattr__(model, _WHOLE, whole)
     return model
 
 
+def _tied_as(whole: Any, language: Any) -> Any:
+    """The language model's configuration, its head tied if it is in the whole model.
+
+    Which part of a configuration says it, the outer one or the language model's own, is the whole class's choice.
+    """
+    if is_multimodal(language):  # it has a head of its own, and the whole model none
+        return language
+    names = {module: f"{name}.weight" for name, module in whole.named_modules()}
+    table, head = names[whole.get_input_embeddings()], names[whole.get_output_embeddings()]
+    tied = whole.all_tied_weights_keys
+    language = copy.deepcopy(language)
+    language.tie_word_embeddings = tied.get(head) == table or tied.get(table) == head
+    return language
+
+
 def from_pretrained(path: str | Path, config: Any, dtype: torch.dtype | str) -> Any:
     """transformers' own model of a checkpoint that is served, to compare with: the same class, in evaluation mode."""
     kind, made_of = class_for(config)
+    if made_of is not config:
+        with torch.device("meta"):
+            made_of = _tied_as(whole_class(config)._from_config(config), made_of)
     return kind.from_pretrained(path, config=made_of, dtype=dtype).eval()
-
-
-def eos_token_ids(config: Any) -> list[int]:
-    """End-of-sequence ids that stand in no file: the default of `generate`, by the name of the part that writes."""
-    if writing_config(config) is config:
-        return []
-    part = language_field(type(config)).removesuffix("_config")
-    argument = inspect.signature(whole_class(config).generate).parameters.get(f"{part}_eos_token_id")
-    default = argument.default if argument is not None else None
-    named = default if isinstance(default, list) else [default]
-    return [token for token in named if type(token) is int and token < language_config(config).vocab_size]
 
 
 def keep_language_model(model: Any, writes: Any = None) -> tuple[str, ...]:

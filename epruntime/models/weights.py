@@ -158,6 +158,12 @@ class WeightPlan:
         groups, self.ignored = self._group()
         self._steps = [self._step(group) for group in groups.values()]
         made = {output for step in self._steps for output in step.outputs}
+        foreign = sorted(made - set(conversions.expected), key=natural_order)
+        if foreign:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensors of the checkpoint make what the model of config.json does not have: "
+                f"{_listed(foreign)}"
+            )
         self.missing = set(conversions.expected) - made
         absent = sorted(conversions.without_tied(self.missing), key=natural_order)
         if absent:

@@ -13,6 +13,7 @@ import torch
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import text_part
+from epruntime.models.eos import eos_token_ids
 from epruntime.models.loader import inspect_model, load_model
 from epruntime.models.small_config import small_config
 from epruntime.testing import tiny_models
@@ -110,9 +111,9 @@ def test_where_its_outputs_end(copied: Path) -> None:
     """The language model's configuration says it, and what `generate` of the whole model hands to the part."""
     (copied / "generation_config.json").unlink()
     assert inspect_model(copied).eos_token_ids == (2,)
-    assert text_part.eos_token_ids(small_config(WHOLE, vocab_size=160_000)) == [151645]
-    assert text_part.eos_token_ids(small_config(WHOLE)) == []  # no id of so few tokens
-    assert text_part.eos_token_ids(small_config(PART, vocab_size=160_000)) == []
+    assert eos_token_ids(small_config(WHOLE, vocab_size=160_000), {}, [2]) == (2, 151645)
+    assert eos_token_ids(small_config(WHOLE), {}, [2]) == (2,)  # no id of so few tokens
+    assert eos_token_ids(small_config(PART, vocab_size=160_000), {}, [2]) == (2,)
 
 
 def test_the_part_that_writes() -> None:

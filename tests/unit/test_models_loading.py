@@ -40,7 +40,11 @@ def _on_the_interface(reference: Any, theirs: dict[str, torch.Tensor]) -> dict[s
     if config.model_type == "longcat_flash":
         for name in [n for n in theirs if n.endswith(".experts.gate_up_proj")]:
             theirs[name] = theirs[name][: config.n_routed_experts]
-    return {name: tensor for name, tensor in theirs.items() if ".vision_moe." not in name}
+    if config.model_type == "ernie4_5_vl_moe":
+        theirs = {name: tensor for name, tensor in theirs.items() if ".vision_moe." not in name}
+        rotary = "model.language_model.rotary_emb"  # 5.16 has the second as a plain attribute
+        theirs[f"{rotary}.original_inv_freq"] = theirs[f"{rotary}.inv_freq"]
+    return theirs
 
 
 def _check_equal(path: Path, local: Sequence[int], dtype: torch.dtype) -> None:

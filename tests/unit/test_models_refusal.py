@@ -15,9 +15,11 @@ import transformers
 from safetensors import safe_open
 
 from epruntime.errors import CheckpointError, EPRuntimeError, UnsupportedModelError
+from epruntime.models import adapter, text_part
 from epruntime.models.conformance import COVERED
 from epruntime.models.loader import inspect_model, load_model
 from epruntime.models.refusal import REFUSED
+from epruntime.models.small_config import small_config
 from epruntime.testing import tiny_models
 from epruntime.testing.ragged import local_runtime
 
@@ -125,12 +127,13 @@ def test_sizes_that_cannot_be(
     _refused(copy, kind, *words)
 
 
-def test_an_architecture_in_another_case_is_the_same(tmp_path: Path) -> None:
+def test_an_architecture_in_other_letters_is_the_same(tmp_path: Path) -> None:
     """Phi-3.5-MoE is published as PhiMoEForCausalLM; transformers writes PhimoeForCausalLM."""
     _, model = tiny_models.build("phimoe", num_hidden_layers=1)
     tiny_models.save(model, tmp_path)
-    _config(tmp_path, architectures=["PhiMoEForCausalLM"])
-    assert inspect_model(tmp_path).architecture == "PhimoeForCausalLM"
+    for name in ("PhiMoEForCausalLM", "Phi_moe_ForCausalLM"):
+        _config(tmp_path, architectures=[name])
+        assert inspect_model(tmp_path).architecture == "PhimoeForCausalLM"
     _config(tmp_path, architectures=["PhiMoEForSequenceClassification"])
     _refused(tmp_path, UnsupportedModelError, "PhiMoEForSequenceClassification", "PhimoeForCausalLM only")
 
@@ -208,6 +211,31 @@ def test_uncovered_type_and_feature(copy: Path, monkeypatch: pytest.MonkeyPatch)
     _refused(copy, UnsupportedModelError, "mixtral", "no conformance test", "window")
     monkeypatch.delitem(COVERED, "mixtral")
     _refused(copy, UnsupportedModelError, "mixtral", "no conformance test covers this model type")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["bloom", "blt", "cpmant", "falcon_mamba", "mpt", "musicgen", "pi0", "pix2struct", "qwen2_5_omni", "t5gemma2",
+     "udop", "vision-encoder-decoder", "whisper", "xlstm"],
+)  # fmt: skip
+def test_a_configuration_of_another_kind_is_refused(model_type: str, copy: Path) -> None:
+    if not adapter.is_native(model_type):
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    (copy / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(EPRuntimeError):  # and no AttributeError
+        inspect_model(copy)
+
+
+def test_tensors_of_which_the_model_has_nothing(tmp_path: Path) -> None:
+    """Fused projections where the queries of the configuration are not of low rank: found before a weight is read."""
+    config = small_config("kimi_k25")
+    config.text_config.q_lora_rank = None
+    tiny_models.save(text_part.whole_class(config)._from_config(config, dtype=torch.float32), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        if not any("wqkv" in name for name in file.keys()):  # noqa: SIM118  it is no mapping
+            pytest.skip(f"transformers {transformers.__version__} does not fuse them")
+    with pytest.raises(CheckpointError, match=r"does not have: .*k_proj"):
+        inspect_model(tmp_path)
 
 
 def test_missing_tensors_are_listed(copy: Path) -> None:

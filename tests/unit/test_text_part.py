@@ -14,7 +14,7 @@ import torch
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter, text_part
-from epruntime.models.conformance import COVERED, LANGUAGES
+from epruntime.models.conformance import COVERED, LANGUAGES, SINCE
 from epruntime.models.loader import inspect_model, load_model
 from epruntime.models.small_config import small_config
 from epruntime.testing import tiny_models
@@ -107,6 +107,35 @@ def test_a_multimodal_type_without_a_test_is_refused(
         UnsupportedModelError, match=r"multimodal checkpoint \(text_config, vision_config\).*`epruntime"
     ):
         inspect_model(path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "dots3_note", "llama4"])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_head_is_tied_where_it_is_in_the_whole_model(
+    model_type: str, outer: bool, inner: bool, tmp_path: Path
+) -> None:
+    """transformers has a causal LM class for these types, whose head is the whole model's."""
+    if SINCE.get(model_type, (0, 0)) > adapter.version():
+        pytest.skip("this transformers has no such type")
+    config = small_config(model_type)
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = outer, inner
+    whole = text_part.whole_class(config)._from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path)
+    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    assert tied == (inner if model_type == "llama4" else outer)
+    if not tied:
+        assert any("lm_head" in name for name in _tensors(tmp_path))
+    inspect_model(tmp_path)
+    reference = text_part.from_pretrained(tmp_path, adapter.read_config(tmp_path), torch.float32)
+    assert torch.equal(reference.get_output_embeddings().weight, whole.get_output_embeddings().weight)
+    heads = {name: tensor for name, tensor in _tensors(tmp_path).items() if "lm_head" not in name}
+    _write(tmp_path, heads)
+    if tied:
+        inspect_model(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=r"missing: .*lm_head"):
+        inspect_model(tmp_path)
 
 
 def test_the_class_that_is_served() -> None:
