@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -13,6 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+# The collector would go through all that is imported again and again; from the first test on it passes it over.
+gc.disable()
 
 # A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,6 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(
             key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,6 +10,7 @@ a wrapper that hands on what the terminal has sent to all, sends a signal twice.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -184,6 +185,10 @@ async def _serve(llm_config: EngineConfig, serve_config: ServeConfig, create_eng
             if engine is None:
                 stop = Stop(signals.exit_code, "the model was not loaded yet")
             else:
+                # What was imported and made up to here stays: a full collection would go through some 380,000 objects
+                # for 190 ms, in which no stream got a token.
+                gc.collect()
+                gc.freeze()
                 gate.ready(engine)
                 engine.poll_stats(_STATS_INTERVAL_S)
                 if serve_config.log_stats_interval_s:

@@ -5,6 +5,7 @@ bootstrap -> threads, environment -> connect -> heartbeats -> RankLoop -> close
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -52,7 +53,11 @@ def run_rank(bootstrap: RankBootstrap) -> int:
 
 
 def prepare_process(threads: int) -> None:
-    """Settings of a process that is a rank and nothing else: threads, no model hub, signals."""
+    """Settings of a process that is a rank and nothing else: garbage collection, threads, no model hub, signals."""
+    # Of what libraries make when they are imported (360,000 objects) nothing is ever garbage, and a full collection
+    # took 200 ms. A model is no more than 25,000 objects, which take 2 ms (DeepSeek-V3, 61 layers).
+    gc.freeze()
+    gc.enable()
     # Checkpoints are local directories. Nothing a rank imports may ask the network for one.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(threads)

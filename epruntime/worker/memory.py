@@ -50,7 +50,6 @@ def process_memory_bytes(root: Path = Path("/proc/self")) -> dict[str, int]:
 
 def give_back() -> None:
     """Collects what is unreachable and returns free heap pages to the system (glibc keeps them otherwise)."""
-    gc.unfreeze()
     gc.collect()
     if sys.platform != "linux":
         return

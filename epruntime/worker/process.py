@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ def rank_process(prepare: Callable[[int], None] | None = None) -> NoReturn:
         prepare: called with the slot before the rank begins; tests put faults into it.
     """
     bootstrap = receive_bootstrap()  # first: it ties this process to its parent, and what follows imports for seconds
+    gc.disable()  # until `prepare_process`: it would go through what is imported again and again
     from epruntime.worker.main import run_rank
 
     if prepare is not None:

@@ -173,9 +173,7 @@ class RankLoop:
         finally:
             if self._served is None:
                 give_back()
-        # Modules, weights and code live until `unload`: the collector need not walk them in the middle of a step.
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # what the model leaves is old from now on, and no reason to collect in the middle of a step
         return {"type": "loaded", **self._served.describe()}
 
     def _plan(self, message: Message) -> Message:

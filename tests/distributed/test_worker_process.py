@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -227,6 +229,17 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_the_other_and_both_serve_again
     fleet.load(path, 2)
     results = fleet.step([fleet.plan(0), fleet.plan(0, new=(request(2, (1, 2)),), prefill={2: 1})])
     assert [r.rids.tolist() for r in results] == [[], [2]]
+
+
+def test_what_was_imported_is_never_collected():
+    """A full collection in the middle of a step would go through all of torch and transformers."""
+    program = (
+        "import gc; gc.disable(); from epruntime.worker.main import prepare_process; prepare_process(1); "
+        "print(gc.get_freeze_count(), len(gc.get_objects()), gc.isenabled())"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    frozen, left, enabled = told.stdout.split()
+    assert (int(frozen) > 100_000, int(left) < 5_000, enabled) == (True, True, "True")
 
 
 def test_interrupts_are_the_coordinators_and_a_termination_is_prompt(fleet, tiny):

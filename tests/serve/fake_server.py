@@ -2,11 +2,13 @@
 
 An HTTP_PORT below 0: no HTTP.
 
-Modes: serve; verbose (the same, with its log on stderr); load (start-up takes 60 s, and says when it was cleaned up);
-refuse and crash (start-up fails); dies (the engine dies when its first request is at work).
+Modes: serve; frozen (the same, and says at its end how many objects the collector passes over); verbose (with its log
+on stderr); load (start-up takes 60 s, and says when it was cleaned up); refuse and crash (start-up fails); dies (the
+engine dies when its first request is at work).
 """
 
 import asyncio
+import gc
 import logging
 import sys
 
@@ -46,7 +48,10 @@ def main() -> int:
         return llm
 
     config = ServeConfig(port=max(http_port, 0), grpc_port=grpc_port, http=http_port >= 0, drain_timeout_s=drain_s)
-    return server.run_server(EngineConfig.from_kwargs(model="x"), config, create_engine=create)
+    code = server.run_server(EngineConfig.from_kwargs(model="x"), config, create_engine=create)
+    if mode == "frozen":
+        print(gc.get_freeze_count(), flush=True)
+    return code
 
 
 if __name__ == "__main__":

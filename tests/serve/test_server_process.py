@@ -49,6 +49,16 @@ def test_sigterm_drains():
         assert server.end()[0] == 0
 
 
+def test_what_was_imported_is_never_collected():
+    """A full collection would stop all streams for as long as it takes to go through everything."""
+    with Process("frozen") as server:
+        server.address()
+        server.popen.send_signal(signal.SIGTERM)
+        code, out, _ = server.end()
+        assert code == 0
+        assert int(out) > 20_000
+
+
 def test_drain_timeout_ends_what_still_runs():
     with Process(drain_s=0.5) as server, Client(server.address()) as client:
         _, errors, thread = _stream(client, max_tokens=100_000)
