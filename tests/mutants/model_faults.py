@@ -318,8 +318,8 @@ SAMPLING = (
         id="model-eos-ignored",
         words="end-of-sequence ids of generation_config.json are not used",
         file="epruntime/models/loader.py",
-        old="{*_eos_token_ids(config), *generation.eos_token_ids}",
-        new="{*_eos_token_ids(config)}",
+        old="eos.eos_token_ids(config, raw, generation.eos_token_ids)",
+        new="eos.eos_token_ids(config, raw, ())",
         test="tests/unit/test_models_loading.py::test_info",
     ),
     Fault(
@@ -329,6 +329,22 @@ SAMPLING = (
         old="hidden_1TH[:, rows_N]",
         new="hidden_1TH[:, : len(rows_N)]",
         test="tests/unit/test_models_logit_rows.py::test_rows_equal_those_of_a_class_that_is_told_of_them",
+    ),
+    Fault(
+        id="default-end-of-sequence",
+        words="outputs of a multimodal checkpoint end at an id that no file names, its language model class's default",
+        file="epruntime/models/eos.py",
+        old="written.get(_FIELD) is not None), [])",
+        new="getattr(part, _FIELD, None) is not None), [])",
+        test="tests/unit/test_models_eos.py::test_of_a_multimodal_checkpoint",
+    ),
+    Fault(
+        id="head-tied-by-itself",
+        words="whether a head is tied is taken from the language model's own configuration",
+        file="epruntime/models/text_part.py",
+        old="    language.tie_word_embeddings = tied.get(head) == table or tied.get(table) == head\n",
+        new="",
+        test="tests/unit/test_text_part.py::test_a_head_is_tied_where_it_is_in_the_whole_model",
     ),
     Fault(
         id="masks-of-a-cache",
