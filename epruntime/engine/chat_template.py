@@ -1,16 +1,17 @@
 """Chat templates: programs that came with a model and make a prompt of messages.
 
-where one lies -> check (is it one, does it end) -> reads_parts (in which form it wants text) -> render
+where one lies -> check (is it one, does it end) -> read_in_parts (in which form it wants whose text) -> render
 
 Contents are plain text here. Most templates want them as strings; those of some multimodal models go over a list of
-parts, and would drop a string without a word.
+parts, of all messages or of some roles', and would drop a string without a word. Small conversations tell.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ logger = logging.getLogger("epruntime.engine.tokenizer")
 TEMPLATE_S = 3.0
 #: Where processors of multimodal models kept theirs before templates had a file of their own.
 PROCESSOR_FILE = "chat_template.json"
-_SAMPLE = "epruntime text 4711"
+#: Roles of the conversations that a template is tried with; a template may refuse some of these.
+_ROLES = ("system", "user", "assistant")
+_CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+#: Whose form the others have.
+_LIKE = {"developer": "system", "tool": "user"}
+#: How a list of parts comes out where it is printed like a string.
+_PRINTED = ("'type': 'text'", '"type": "text"')
 
 
 def of_processor(path: Path) -> str | None:
@@ -67,25 +74,38 @@ def check(hf: Any) -> None:
         logger.info("the chat template refuses a single user message: %s: %s", type(error).__name__, error)
 
 
-def reads_parts(hf: Any) -> bool:
-    """Does the template read text as a list of parts of type text, and not as a string?"""
-    as_string = _shows(hf, _SAMPLE)
-    as_parts = None if as_string else _shows(hf, _parts(_SAMPLE))
-    if as_string is False and not as_parts:
-        logger.warning("the chat template leaves out the text of a single user message")
-    return bool(as_parts)
+def read_in_parts(hf: Any) -> frozenset[str]:
+    """Roles whose text the template reads as a list of parts of type text, and not as a string.
+
+    Of all ways to give the roles' texts, the one by which most of them change the prompt; strings first.
+    """
+    choices = [frozenset(roles) for count in (0, 3, 1, 2) for roles in itertools.combinations(_ROLES, count)]
+    best, most = frozenset[str](), 0
+    try:
+        with time_limit(TEMPLATE_S):
+            for choice in choices:
+                shown = sum(_shown(hf, roles, choice) for roles in _CONVERSATIONS)
+                if shown > most:
+                    best, most = choice, shown
+                if most == sum(map(len, _CONVERSATIONS)):
+                    break
+    except Overdue:
+        logger.warning("the chat template takes long for small conversations: it may not end for some")
+    if most == 0:
+        logger.warning("the chat template shows no text of small conversations, in whatever form it is given")
+    return best
 
 
-def render(hf: Any, messages: Sequence[dict[str, Any]], keywords: dict[str, Any], *, parts: bool) -> str:
+def render(hf: Any, messages: Sequence[dict[str, Any]], keywords: dict[str, Any], *, in_parts: Collection[str]) -> str:
     """The prompt that the template makes of messages whose contents are strings.
 
     Args:
-        parts: it reads lists of parts.
+        in_parts: roles whose contents it reads as lists of parts.
 
     Raises:
         InvalidRequestError: it refuses the messages, or does not end with them.
     """
-    given = [{**one, "content": _parts(one["content"])} for one in messages] if parts else list(messages)
+    given = _in_form(messages, in_parts)
     try:
         with time_limit(TEMPLATE_S):
             text: str = hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **keywords)
@@ -100,17 +120,30 @@ def render(hf: Any, messages: Sequence[dict[str, Any]], keywords: dict[str, Any]
     return text
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+def _in_form(messages: Sequence[dict[str, Any]], in_parts: Collection[str]) -> list[dict[str, Any]]:
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]}
+        if _LIKE.get(one["role"], one["role"]) in in_parts
+        else one
+        for one in messages
+    ]
 
 
-def _shows(hf: Any, content: Any) -> bool | None:
-    """Is the sample in the prompt that is made of it? None: the template refuses a single user message."""
+def _shown(hf: Any, roles: Sequence[str], in_parts: Collection[str]) -> int:
+    """How many texts of a conversation change the prompt; none if the template refuses it, or prints a list."""
+
+    def prompt(changed: int) -> Any:
+        words = ["simple" if number == changed else "sample" for number in range(len(roles))]  # of the same length
+        chat = [
+            {"role": role, "content": f"{word} {n}"} for n, (role, word) in enumerate(zip(roles, words, strict=True))
+        ]
+        return hf.apply_chat_template(_in_form(chat, in_parts), tokenize=False)
+
     try:
-        with time_limit(TEMPLATE_S):
-            return _SAMPLE in hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-    except Overdue:  # each request is told so
-        return None
-    except Exception as error:  # noqa: BLE001  a program that may want other messages than this one
-        logger.debug("the chat template refuses a single user message: %s: %s", type(error).__name__, error)
-        return None
+        plain = prompt(-1)
+        if in_parts and any(printed in plain for printed in _PRINTED):
+            return 0
+        return sum(prompt(number) != plain for number in range(len(roles)))
+    except Exception as error:  # noqa: BLE001  a program that may want other messages than these
+        logger.debug("the chat template refuses %s: %s: %s", roles, type(error).__name__, error)
+        return 0

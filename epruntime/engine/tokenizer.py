@@ -45,7 +45,7 @@ class Tokenizer:
             chat_template.check(self.hf)
         elif not self.has_chat_template:
             self.hf.chat_template = chat_template.of_processor(Path(path))
-        self._parts = self.has_chat_template and chat_template.reads_parts(self.hf)
+        self._in_parts = chat_template.read_in_parts(self.hf) if self.has_chat_template else ()
 
     @property
     def has_chat_template(self) -> bool:
@@ -85,7 +85,7 @@ class Tokenizer:
             )
         _check_messages(messages)
         more = template_kwargs.checked(keywords, self.hf)
-        text = chat_template.render(self.hf, messages, more, parts=self._parts)
+        text = chat_template.render(self.hf, messages, more, in_parts=self._in_parts)
         if check is not None:
             check(text)
         return text, self._encode(text, add_special_tokens=False)

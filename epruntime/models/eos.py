@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from epruntime.errors import CheckpointError
 from epruntime.models import text_part
 from epruntime.models.adapter import as_ids
 
@@ -25,9 +26,14 @@ def eos_token_ids(config: Any, raw: Mapping[str, Any], of_generation: Sequence[i
         config: of the checkpoint, as transformers reads it.
         raw: config.json as it is written.
         of_generation: what generation_config.json names.
+
+    Raises:
+        CheckpointError: config.json names what is no token id.
     """
     parts = list(_parts(config, raw))
     named = next((as_ids(getattr(part, _FIELD)) for part, written in parts if written.get(_FIELD) is not None), [])
+    if not all(type(token) is int for token in named):
+        raise CheckpointError(f"config.json: {_FIELD} is {named!r}, not a token id or a list of them")
     found = {*named, *of_generation, *_of_generate(config)}
     if not found:
         defaults = (getattr(part, _FIELD, None) for part, _ in parts)

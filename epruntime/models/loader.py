@@ -165,6 +165,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     model = adapter.build_meta_model(config, torch_dtype)
     structure = _examine(model, config, where=str(path))
     refusal.check_covered(config, structure.features)
+    refusal.check_windows(path, language, structure.probe)
     refusal.check_embeddings(path, model, language)
     experts, probe = structure.experts, structure.probe
     num_experts = max(_num_experts(module) for module in experts.values())

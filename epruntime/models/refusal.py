@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter, text_part
 from epruntime.models.conformance import COVERED, COVERED_ROPE_TYPES, LANGUAGES, PARTLY, SINCE
-from epruntime.models.probe import OR
+from epruntime.models.probe import OR, Probe
+from epruntime.models.visibility import Visibility
 
 LISTED = "`epruntime models` lists what is served"
 _LINEAR = "some of its layers are linear attention, a state space or a convolution, whose state is not kept per request"
@@ -264,6 +265,17 @@ def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModel
         f"{model_type} is served with {PARTLY[model_type]}; of this model that is not true: {REFUSED_PART[model_type]} "
         f"({error})"
     )
+
+
+def check_windows(path: Path, config: Any, probe: Probe) -> None:
+    """Refuses a window that transformers' cache has and its masks have not: its tokens depend on which one rules."""
+    for number, (cached, call) in enumerate(zip(DynamicCache(config=config).layers, probe.attention, strict=False)):
+        if getattr(cached, "is_sliding", False) and call.visibility == Visibility():
+            raise UnsupportedModelError(
+                f"{path}: config.json says sliding_window={getattr(config, 'sliding_window', None)}, and in layer "
+                f"{number} all keys are attended to; transformers' cache drops those before the window, so that it "
+                "generates other tokens than its forward: take the field out if the model was made without a window"
+            )
 
 
 def check_rope(model: torch.nn.Module) -> None:

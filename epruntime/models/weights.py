@@ -158,12 +158,6 @@ class WeightPlan:
         groups, self.ignored = self._group()
         self._steps = [self._step(group) for group in groups.values()]
         made = {output for step in self._steps for output in step.outputs}
-        foreign = sorted(made - set(conversions.expected), key=natural_order)
-        if foreign:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensors of the checkpoint make what the model of config.json does not have: "
-                f"{_listed(foreign)}"
-            )
         self.missing = set(conversions.expected) - made
         absent = sorted(conversions.without_tied(self.missing), key=natural_order)
         if absent:
@@ -202,10 +196,7 @@ class WeightPlan:
             for name, tensor in self._make(step, reader).items():
                 expected = self.local_shape(name) if name in self._conversions.expected else None
                 if expected is None or tuple(tensor.shape) != expected:
-                    raise CheckpointError(
-                        f"{self._checkpoint.path}: {name} comes out with shape "
-                        f"{tuple(tensor.shape)}, the model needs {expected}"
-                    )
+                    raise self._misshapen(name, tensor, expected)
                 put(name, tensor)
         progress("", reader.bytes_read)
 
@@ -271,7 +262,44 @@ class WeightPlan:
         step = _Step(target=group.target, outputs=group.outputs, reads=reads, stacking=stacking, stacked=stacked)
         if stacking is not None:
             self._check_stacking(step, stacking)
+        else:
+            self._check_conversion(step, first)
         return step
+
+    def _check_conversion(self, step: _Step, first: str) -> None:
+        """Runs a conversion that is no plain stacking on tensors without memory."""
+        path, wanted = self._checkpoint.path, self._conversions.sources(first)
+        foreign = [name for name in step.outputs if name not in self._conversions.expected]
+        if foreign:
+            raise CheckpointError(
+                f"{path}: {_listed(wanted)} make what the model of config.json does not have: {_listed(foreign)}"
+            )
+        absent = [pattern for pattern in wanted if pattern not in step.reads]
+        if absent:
+            raise CheckpointError(f"{path}: {step.target} is made from {_listed(wanted)}; missing: {_listed(absent)}")
+        reads = {pattern: step.reads[pattern] for pattern in wanted}
+        shard = self._shard_of(step.target)
+        if shard is not None:
+            shapes = {read.entry.shape for found in reads.values() for read in found}
+            if len(shapes) > 1:
+                raise CheckpointError(f"{path}: {step.target} is made from tensors of unequal shapes {sorted(shapes)}")
+            if not shard.local:
+                return
+        sources = {
+            pattern: [(read.entry.name, _without_memory(read)) for read in found] for pattern, found in reads.items()
+        }
+        made = self._conversions.convert(step.target, first, sources, shape=reads[first][0].entry.shape)
+        for name, tensor in made.items():
+            expected = self.local_shape(name)
+            if step.stacked is not None and self._shard_of(name):
+                expected = (len(step.stacked.firsts), *expected[1:])
+            if tuple(tensor.shape) != expected:
+                raise self._misshapen(name, tensor, expected)
+
+    def _misshapen(self, name: str, tensor: torch.Tensor, expected: tuple[int, ...] | None) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint.path}: {name} comes out with shape {tuple(tensor.shape)}, the model needs {expected}"
+        )
 
     def _fused(self, entry: TensorEntry, shard: ExpertShard | None, target: str) -> ExpertShard | None:
         """A tensor that already holds all experts is read by rows of its first dimension."""
@@ -370,6 +398,10 @@ class WeightPlan:
             rows = [step.stacked.firsts.index(step.stacked.local.index(expert)) for expert in step.stacked.local]
             made = {name: tensor[rows] if self._shard_of(name) else tensor for name, tensor in made.items()}
         return {name: tensor.to(self._conversions.dtype_of(name)).contiguous() for name, tensor in made.items()}
+
+
+def _without_memory(read: _Read) -> Callable[[], torch.Tensor]:
+    return lambda: torch.empty(read.shape, dtype=read.entry.dtype, device="meta")
 
 
 def _reading(read: _Read, reader: RangeReader, dtype: torch.dtype) -> Callable[[], torch.Tensor]:

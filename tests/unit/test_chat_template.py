@@ -32,6 +32,20 @@ EITHER = (
 )
 
 
+#: a loop over a message's parts
+TEXTS = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+CHAT = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "two plus two"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "and three"},
+]
+
+
+def by_role(first: str, role: str, then: str) -> str:
+    return f"{{% for m in messages %}}{{% if m.role {role} %}}{first}{{% else %}}{then}{{% endif %}}{{% endfor %}}"
+
+
 def with_template(template: str | None, path: Path) -> Tokenizer:
     return Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), path, template=template))
 
@@ -54,6 +68,42 @@ def test_text_is_in_the_prompt(template: str, prompt: str, tmp_path: Path) -> No
         assert hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True) == prompt
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+        + by_role(TEXTS, "!= ''", ""),
+        "{% if messages | length < 2 %}{{ raise_exception('two at least') }}{% endif %}" + by_role(TEXTS, "!= ''", ""),
+        by_role(TEXTS, "== 'system'", "{{ m.content if m.content is string else m.content[0].text }}"),
+        by_role("{{ m.content[0].text }}", "== 'assistant'", "{{ m.content }}"),
+        by_role("{{ m.content }}", "== 'system'", TEXTS),
+        by_role("{{ 'A: ' + m.content }}", "== 'assistant'", TEXTS),
+        by_role("{{ m.content }}", "== 'user'", TEXTS),
+    ],
+    ids=["system-first", "two-at-least", "system", "assistant", "all-but-system", "all-but-assistant", "all-but-user"],
+)
+def test_each_role_has_a_form_of_its_own(template: str, tmp_path: Path) -> None:
+    prompt, _ = with_template(template, tmp_path).encode_chat(CHAT)
+    assert prompt.replace("A: ", "") == "".join(message["content"] for message in CHAT)
+
+
+@pytest.mark.parametrize("change", ["upper", "title", "trim", "replace('a', 'b')"])
+def test_parts_whose_text_is_altered(change: str, tmp_path: Path) -> None:
+    template = by_role(TEXTS.replace("part.text", f"part.text | {change}"), "!= ''", "")
+    hf = with_template(template, tmp_path / "parts").hf
+    expected = hf.apply_chat_template(
+        [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT], tokenize=False
+    )
+    assert len(expected) == len("".join(message["content"] for message in CHAT))
+    assert with_template(template, tmp_path / "again").encode_chat(CHAT)[0] == expected
+
+
+def test_other_roles_have_the_form_of_those_they_are_like(tmp_path: Path) -> None:
+    tokenizer = with_template(by_role(TEXTS, "!= ''", ""), tmp_path)
+    chat = [{"role": "developer", "content": "be short"}, *user(TEXT), {"role": "tool", "content": "4"}]
+    assert tokenizer.encode_chat(chat)[0] == f"be short{TEXT}4"
+
+
 def test_a_template_file_that_reads_parts(tmp_path: Path) -> None:
     path = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, template=STRINGS)
     assert Tokenizer(path, template=PARTS).encode_chat(user(TEXT))[0] == f"[user] {TEXT} "
@@ -71,7 +121,7 @@ def test_a_template_that_drops_text_is_told_of(tmp_path: Path, caplog: pytest.Lo
         with_template(PARTS, tmp_path / "b")
         assert not caplog.messages
         with_template("Hello.", tmp_path / "c")
-    assert ["leaves out the text" in message for message in caplog.messages] == [True]
+    assert ["shows no text" in message for message in caplog.messages] == [True]
 
 
 def test_the_template_of_a_processor(tmp_path: Path) -> None:

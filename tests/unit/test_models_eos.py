@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
+from epruntime.errors import CheckpointError
 from epruntime.models.adapter import as_ids, read_config
 from epruntime.models.eos import eos_token_ids
 from epruntime.models.small_config import small_config
@@ -68,3 +69,11 @@ def test_of_a_multimodal_checkpoint(said: dict[str, Any], expected: tuple[int, .
 )
 def test_of_a_text_model(said: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
     assert ids(TEXT, tmp_path, **said) == expected
+
+
+@pytest.mark.parametrize("wrong", ["2", [[1]], [1, None], True, {"a": 1}, 1.0])
+def test_what_is_no_token_id_is_refused(wrong: Any) -> None:
+    config = small_config(TEXT)
+    config.__dict__["eos_token_id"] = wrong  # past what transformers itself refuses
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id"):
+        eos_token_ids(config, {"eos_token_id": wrong}, [])

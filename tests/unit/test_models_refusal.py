@@ -238,6 +238,38 @@ def test_tensors_of_which_the_model_has_nothing(tmp_path: Path) -> None:
         inspect_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda up, gate: {}, r"missing: moe\.up_proj\.weight"),
+        (lambda up, gate: {"up": up[:, :, 1:]}, "unequal shapes"),
+        (lambda up, gate: {"up": up[:, 4:], "gate": torch.cat((gate, up[:, :4]), 1)}, "unequal shapes"),
+        (lambda up, gate: {"up": up[:, 1:], "gate": gate[:, 1:]}, "the model needs"),
+    ],
+)
+def test_a_conversion_that_cannot_be_done_is_refused_before_a_weight_is_read(
+    damage: Callable[..., dict[str, torch.Tensor]], words: str, tmp_path: Path
+) -> None:
+    """Experts of one tensor for all of a kind, of which two make one: no plain stacking."""
+    tiny_models.save(tiny_models.build("step3p7")[1], tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    prefix = next(name for name in tensors if name.endswith("moe.up_proj.weight")).removesuffix("up_proj.weight")
+    up, gate = tensors.pop(f"{prefix}up_proj.weight"), tensors[f"{prefix}gate_proj.weight"]
+    tensors |= {f"{prefix}{name}_proj.weight": value.contiguous() for name, value in damage(up, gate).items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=words):
+        inspect_model(tmp_path)
+
+
+def test_a_window_of_the_cache_alone(tmp_path: Path) -> None:
+    """transformers' cache would drop keys that its masks let every query see."""
+    tiny_models.save(tiny_models.build("qwen3_vl_moe")[1], tmp_path)
+    inspect_model(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    _config(tmp_path, text_config=text | {"sliding_window": 8})
+    _refused(tmp_path, UnsupportedModelError, "sliding_window=8", "layer 0")
+
+
 def test_missing_tensors_are_listed(copy: Path) -> None:
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.q_proj.weight"]

@@ -13,10 +13,13 @@ from typing import Any
 from epruntime.models.families.experts import modules_of
 from epruntime.models.families.layout import Layout
 
-_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(?:gate|up|down)_proj\.weight$")
 _BIAS = "moe_statics.e_score_correction_bias"
-#: What is for images, as transformers names it and as it is published.
-_FOR_IMAGES = (".mlp.vision_moe.", ".mlp.gate.weight_1")
+#: The rest of what is for images, as it is published and as transformers names it.
+_FOR_IMAGES = re.compile(
+    r"\.layers\.(\d+)\.mlp\.(?:gate\.weight_1|vision_moe\.(?:gate\.weight|experts\.(?:gate_up|down)_proj|gate\."
+    rf"{re.escape(_BIAS)}))$"
+)
 
 
 def adapt(model: Any, config: Any) -> Layout:
@@ -30,12 +33,13 @@ def adapt(model: Any, config: Any) -> Layout:
         if kept is not None:  # transformers 5.16 has it as a plain attribute, and gives values to buffers
             rotary.register_buffer("original_inv_freq", kept, persistent=False)
     num_experts = int(config.moe_num_experts)
+    sparse = {str(layer) for layer, kind in enumerate(config.mlp_layer_types) if kind == "sparse"}
 
     def unused(key: str) -> bool:
-        match = _EXPERT.search(key)
-        if match is not None:
-            return num_experts <= int(match[1]) < 2 * num_experts
-        return any(part in key for part in _FOR_IMAGES)
+        expert, other = _EXPERT.search(key), _FOR_IMAGES.search(key)
+        if expert is not None:
+            return expert[1] in sparse and num_experts <= int(expert[2]) < 2 * num_experts
+        return other is not None and other[1] in sparse
 
     return Layout(
         stacked={
