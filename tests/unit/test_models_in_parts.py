@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from saved_model import configure, tensors_of, write
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import text_part
@@ -38,22 +37,9 @@ def copied(saved: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[WHOLE], tmp_path / WHOLE))
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(path / "model.safetensors")
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
-
-
 def test_nothing_but_its_language_model_is_read(saved: dict[str, Path]) -> None:
     model = load_model(saved[WHOLE], dtype="auto", moe=local_runtime())
-    sizes = {name: tensor.nbytes for name, tensor in _tensors(saved[WHOLE]).items()}
+    sizes = {name: tensor.nbytes for name, tensor in tensors_of(saved[WHOLE]).items()}
     others = {name for name in sizes if not name.startswith(LANGUAGE)}
     assert {name.split(".")[0] for name in others} == {"thinker", "talker", "code2wav"}
     assert set(model.load_report.ignored) == others
@@ -74,12 +60,12 @@ def test_both_checkpoints_are_the_same_model(saved: dict[str, Path]) -> None:
 
 
 def test_tensors_of_other_parts_need_not_be_there(copied: Path) -> None:
-    _write(copied, {name: tensor for name, tensor in _tensors(copied).items() if name.startswith(LANGUAGE)})
+    write(copied, {name: tensor for name, tensor in tensors_of(copied).items() if name.startswith(LANGUAGE)})
     assert inspect_model(copied).num_layers == 3
 
 
 def test_speech_that_is_switched_off_may_be_in_the_files(copied: Path) -> None:
-    _configure(copied, enable_audio_output=False)
+    configure(copied, enable_audio_output=False)
     assert inspect_model(copied).num_layers == 3
 
 
@@ -87,14 +73,14 @@ def test_speech_that_is_switched_off_may_be_in_the_files(copied: Path) -> None:
     "stray", ["thinker.model.layers.0.mlp.stray.weight", "thinker.stray.weight", "stray.weight", "model.stray.weight"]
 )
 def test_a_stray_tensor_is_refused(stray: str, copied: Path) -> None:
-    _write(copied, _tensors(copied) | {stray: torch.zeros(2)})
+    write(copied, tensors_of(copied) | {stray: torch.zeros(2)})
     with pytest.raises(CheckpointError, match="stray"):
         inspect_model(copied)
 
 
 @pytest.mark.parametrize("needed", ["thinker.model.embed_tokens.weight", "thinker.lm_head.weight"])
 def test_a_missing_tensor_is_refused(needed: str, copied: Path) -> None:
-    _write(copied, {name: tensor for name, tensor in _tensors(copied).items() if name != needed})
+    write(copied, {name: tensor for name, tensor in tensors_of(copied).items() if name != needed})
     with pytest.raises(CheckpointError, match=r"missing: .*(embed_tokens|lm_head)"):
         inspect_model(copied)
 
@@ -102,7 +88,7 @@ def test_a_missing_tensor_is_refused(needed: str, copied: Path) -> None:
 def test_a_quantised_part_of_a_part_is_refused(copied: Path) -> None:
     part = json.loads((copied / "config.json").read_text())["thinker_config"]
     part["text_config"]["quantization_config"] = {"quant_method": "gptq"}
-    _configure(copied, thinker_config=part)
+    configure(copied, thinker_config=part)
     with pytest.raises(UnsupportedModelError, match=r"quantised \(method gptq\)"):
         inspect_model(copied)
 

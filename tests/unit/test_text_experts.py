@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
+from saved_model import tensors_of, write
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter
@@ -29,17 +29,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(tiny_models.build(TYPE)[1], tmp_path_factory.mktemp(TYPE))
 
 
-def _tensors(path: Path) -> Tensors:
-    return safetensors.torch.load_file(path / "model.safetensors")
-
-
 def _expert(name: str) -> int | None:
     match = re.search(r"\.experts\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def test_a_rank_reads_its_own_experts_for_text_alone(saved: Path) -> None:
-    tensors, holder = _tensors(saved), Holder((6, 1))
+    tensors, holder = tensors_of(saved), Holder((6, 1))
     model = load_model(saved, dtype="float32", moe=holder)
     assert {_expert(name) for name in tensors} == {None, *range(2 * EXPERTS)}
     for_images = {n for n in tensors if (_expert(n) or 0) >= EXPERTS or n.endswith("gate.weight_1")}
@@ -68,7 +64,7 @@ def test_the_librarys_own_layout(tmp_path: Path) -> None:
     """Experts for text and those for images apart, those of a layer in one tensor."""
     model = tiny_models.build(TYPE)[1]
     model.save_pretrained(tmp_path, save_original_format=False)
-    tensors, holder = _tensors(tmp_path), Holder((6, 1))
+    tensors, holder = tensors_of(tmp_path), Holder((6, 1))
     found = load_model(tmp_path, dtype="float32", moe=holder)
     experts = "model.language_model.layers.1.mlp.text_moe.experts"
     assert torch.equal(holder.weights[1].up_SIH, tensors[f"{experts}.gate_up_proj"][[6, 1]])
@@ -103,7 +99,7 @@ def test_a_damaged_checkpoint_is_refused(
     damage: Callable[[Tensors], Tensors], words: str, saved: Path, tmp_path: Path
 ) -> None:
     shutil.copy(saved / "config.json", tmp_path)
-    safetensors.torch.save_file(damage(_tensors(saved)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write(tmp_path, damage(tensors_of(saved)))
     with pytest.raises(CheckpointError, match=words):
         inspect_model(tmp_path)
 
@@ -111,8 +107,8 @@ def test_a_damaged_checkpoint_is_refused(
 def test_a_missing_expert_for_images_is_not_missed(saved: Path, tmp_path: Path) -> None:
     """As with towers: nobody needs it. Numbers say which are for text, not how many there are."""
     shutil.copy(saved / "config.json", tmp_path)
-    tensors = {name: tensor for name, tensor in _tensors(saved).items() if _expert(name) != 9}
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor for name, tensor in tensors_of(saved).items() if _expert(name) != 9}
+    write(tmp_path, tensors)
     holder, whole = Holder((7,)), Holder((7,))
     load_model(tmp_path, dtype="float32", moe=holder)
     load_model(saved, dtype="float32", moe=whole)

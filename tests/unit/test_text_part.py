@@ -6,11 +6,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from saved_model import configure, tensors_of, write
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import adapter, text_part
@@ -36,23 +35,10 @@ def copy_of(saved: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return lambda model_type: Path(shutil.copytree(saved[model_type], tmp_path / model_type))
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(path / "model.safetensors")
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
-
-
 @pytest.mark.parametrize("model_type", TYPES)
 def test_towers_are_not_read(model_type: str, saved: dict[str, Path]) -> None:
     model = load_model(saved[model_type], dtype="float32", moe=local_runtime())
-    sizes = {name: tensor.nbytes for name, tensor in _tensors(saved[model_type]).items()}
+    sizes = {name: tensor.nbytes for name, tensor in tensors_of(saved[model_type]).items()}
     towers = {name for name in sizes if name.startswith(("model.visual.", "vision_", "multi_modal"))}
     assert towers
     assert set(model.load_report.ignored) == towers
@@ -67,15 +53,15 @@ def test_towers_are_not_read(model_type: str, saved: dict[str, Path]) -> None:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_only_tensors_of_towers_may_be_left_over(model_type: str, copy_of: Callable[[str], Path]) -> None:
     path = copy_of(model_type)
-    tensors = _tensors(path)
+    tensors = tensors_of(path)
     tower = next(name for name in tensors if name.startswith(("model.visual.", "vision_")))
-    _write(path, {name: tensor for name, tensor in tensors.items() if name != tower})
+    write(path, {name: tensor for name, tensor in tensors.items() if name != tower})
     inspect_model(path)  # nobody needs it
-    _write(path, tensors | {"model.language_model.layers.0.mlp.stray.weight": torch.zeros(2)})
+    write(path, tensors | {"model.language_model.layers.0.mlp.stray.weight": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="stray"):
         inspect_model(path)
     needed = next(name for name in tensors if "embed_tokens" in name)
-    _write(path, {name: tensor for name, tensor in tensors.items() if name != needed})
+    write(path, {name: tensor for name, tensor in tensors.items() if name != needed})
     with pytest.raises(CheckpointError, match="embed_tokens"):
         inspect_model(path)
 
@@ -83,7 +69,7 @@ def test_only_tensors_of_towers_may_be_left_over(model_type: str, copy_of: Calla
 def test_a_quantised_part_is_refused(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("qwen3_vl_moe")
     text = json.loads((path / "config.json").read_text())["text_config"]
-    _configure(path, text_config=text | {"quantization_config": {"quant_method": "compressed-tensors"}})
+    configure(path, text_config=text | {"quantization_config": {"quant_method": "compressed-tensors"}})
     with pytest.raises(UnsupportedModelError, match=r"quantised \(method compressed-tensors\)"):
         inspect_model(path)
 
@@ -125,12 +111,12 @@ def test_a_head_is_tied_where_it_is_in_the_whole_model(
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     assert tied == (inner if model_type == "llama4" else outer)
     if not tied:
-        assert any("lm_head" in name for name in _tensors(tmp_path))
+        assert any("lm_head" in name for name in tensors_of(tmp_path))
     inspect_model(tmp_path)
     reference = text_part.from_pretrained(tmp_path, adapter.read_config(tmp_path), torch.float32)
     assert torch.equal(reference.get_output_embeddings().weight, whole.get_output_embeddings().weight)
-    heads = {name: tensor for name, tensor in _tensors(tmp_path).items() if "lm_head" not in name}
-    _write(tmp_path, heads)
+    heads = {name: tensor for name, tensor in tensors_of(tmp_path).items() if "lm_head" not in name}
+    write(tmp_path, heads)
     if tied:
         inspect_model(tmp_path)
         return
@@ -162,10 +148,10 @@ def test_experts_that_are_stored_in_either_orientation(transposed: bool, tmp_pat
     A rank reads some of the experts; the shape that counts is that of all.
     """
     path = tiny_models.save(tiny_models.build("qwen3_vl_moe", moe_intermediate_size=40)[1], tmp_path)
-    tensors = _tensors(path)
+    tensors = tensors_of(path)
     experts = [name for name in tensors if ".mlp.experts." in name]
     if transposed:
-        _write(path, {n: t.transpose(1, 2).contiguous() if n in experts else t for n, t in tensors.items()})
+        write(path, {n: t.transpose(1, 2).contiguous() if n in experts else t for n, t in tensors.items()})
     holder = Holder((1, 6))
     load_model(path, dtype="float32", moe=holder)
     for name in experts:
@@ -179,6 +165,6 @@ def test_a_square_matrix_of_a_part_of_the_experts_is_not_turned(tmp_path: Path) 
     path = tiny_models.save(model, tmp_path)
     holder = Holder((3,))
     load_model(path, dtype="float32", moe=holder)
-    stored = _tensors(path)["model.language_model.layers.0.mlp.experts.down_proj"]
+    stored = tensors_of(path)["model.language_model.layers.0.mlp.experts.down_proj"]
     assert stored.shape == (8, 64, 64)
     assert torch.equal(holder.weights[0].down_SHI, stored[[3]])
