@@ -13,7 +13,9 @@ says of each whether a checkpoint of it is served. The list is computed: a small
 and asked what it does, which takes some seconds."""
 _LEGEND = """SERVED: "hooked" - its experts go through the experts interface of transformers, where epruntime registers
 itself; "adapted" - an adapter of epruntime's puts them there; "no" - a checkpoint of it is refused. Both kinds compute
-the same (docs/models.md)."""
+the same (docs/models.md). FEATURES of its checkpoints, which some layers may have: dense (no experts), latent (MLA),
+sparse (attention to keys that an indexer selects), shared (latents of another layer), sinks, window, chunk; where
+none is named, attention is full."""
 _WIDTH = 120
 
 

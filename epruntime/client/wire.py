@@ -8,6 +8,7 @@ from typing import Any
 
 from epruntime.client.types import Chunk, GenerateResult, Timing, Usage
 from epruntime.errors import EPRuntimeError, InvalidRequestError
+from epruntime.message_text import text_of
 from epruntime.outputs import CompletionOutput, Logprob
 from epruntime.proto import inference_pb2 as pb
 from epruntime.sampling_params import SamplingParams
@@ -116,19 +117,22 @@ def set_text(message: pb.GenerateRequest | pb.TokenizeRequest, text: str) -> Non
 
 def set_chat(message: pb.GenerateRequest | pb.TokenizeRequest, messages: Sequence[Any]) -> None:
     message.chat.SetInParent()
-    for entry in messages:
-        message.chat.messages.append(_chat_message(entry))
+    for number, entry in enumerate(messages):
+        message.chat.messages.append(_chat_message(entry, f"messages.{number}.content"))
 
 
-def _chat_message(entry: Any) -> pb.ChatMessage:
+def _chat_message(entry: Any, where: str) -> pb.ChatMessage:
     if not isinstance(entry, Mapping) or entry.keys() != {"role", "content"}:
         raise InvalidRequestError(
-            "each message is a dict with 'role' and 'content', both text", field="messages", value=entry
+            "each message is a dict with 'role' and 'content', both text",
+            field="messages",
+            value=entry,
         )
+    content = text_of(entry["content"], where)
     try:
-        return pb.ChatMessage(role=entry["role"], content=entry["content"])
+        return pb.ChatMessage(role=entry["role"], content=content)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"role and content must be text: {error}", field="messages", value=entry) from error
+        raise InvalidRequestError("role and content must be valid text", field="messages", value=entry) from error
 
 
 def _set_sampling(message: pb.SamplingParams, sampling: Mapping[str, Any]) -> None:

@@ -105,7 +105,8 @@ class LLM:
         """Answers one conversation or many, rendered through the model's chat template.
 
         Args:
-            messages: a list of {"role", "content"} dicts, or a list of such lists.
+            messages: a list of {"role", "content"} dicts, or a list of such lists; a content is a string, or a list of
+                parts of type text.
             chat_template_kwargs: keywords that the template reads, for all of them.
         """
         one = bool(messages) and isinstance(messages[0], dict)

@@ -22,7 +22,7 @@ MAX_DETOKENIZED = 2**20
 #: Characters that are made into ids at once, and characters per token of the longest prompt, if that is more: the
 #: answer to 15 MB of text would be some 60 MB of ids, of which no request takes more than max_model_len.
 MAX_TOKENIZED, _CHARACTERS_PER_TOKEN = 2**20, 16
-#: Messages in one chat, and parts in one message.
+#: Messages in one chat.
 MAX_MESSAGES = 2**14
 #: What a chat message counts beside its content, in `size_of`: the template's work for it.
 _MESSAGE_SIZE = 64
@@ -231,7 +231,9 @@ def size_of(prompt: Any) -> int:
     size = len(prompt)
     if prompt and isinstance(prompt[0], dict):
         contents = [message.get("content") for message in prompt if isinstance(message, dict)]
-        size = _MESSAGE_SIZE * size + sum(len(content) for content in contents if isinstance(content, str))
+        texts = [text for content in contents for text in (content if isinstance(content, list) else [content])]
+        texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
+        size = _MESSAGE_SIZE * size + sum(len(text) for text in texts if isinstance(text, str))
     return size
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from epruntime.engine import chat_template, template_kwargs
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
+from epruntime.message_text import text_of
 
 logger = logging.getLogger("epruntime.engine.tokenizer")
 
@@ -83,7 +84,7 @@ class Tokenizer:
                 "the model has no chat template; send a plain prompt instead, or start with --chat-template FILE",
                 field="messages",
             )
-        _check_messages(messages)
+        messages = _checked(messages)
         more = template_kwargs.checked(keywords, self.hf)
         text = chat_template.render(self.hf, messages, more, in_parts=self._in_parts)
         if check is not None:
@@ -126,14 +127,17 @@ class Tokenizer:
         return bos if bos is not None and with_added[:1] == [bos] and without[:1] != [bos] else None
 
 
-def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
+def _checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with contents that are strings."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError("must be a non-empty list of {'role', 'content'} messages", field="messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequestError("each message needs a 'role' and a 'content'", field="messages", value=message)
-        if not isinstance(message.get("content"), str):
-            raise InvalidRequestError("only text content is supported", field="messages", value=message)
+    return [
+        {**message, "content": text_of(message.get("content"), f"messages.{number}.content")}
+        for number, message in enumerate(messages)
+    ]
 
 
 def load_tokenizer(path: str | Path, *, required: bool, chat_template: str | None = None) -> Tokenizer | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from epruntime.engine.processor import MAX_MESSAGES
 from epruntime.errors import InvalidRequestError
+from epruntime.message_text import text_of
 
 #: Prompts in one request; each counts as a request of its own in the queue.
 MAX_PROMPTS = 1024
@@ -60,34 +60,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         # evaluation harnesses put the type of a content part at the message
         if name not in _MESSAGE_FIELDS and value not in (None, [], {}) and (name, value) != ("type", "text"):
             raise InvalidRequestError("is not taken: messages have role, content and name", field=f"{where}.{name}")
-    known = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    known = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
     if message.get("name") is not None:
         if not isinstance(message["name"], str):
             raise InvalidRequestError("must be a string", field=f"{where}.name", value=message["name"])
         known["name"] = message["name"]
     return known
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError("must be a string, or a list of parts of type text", field=where, value=content)
-    if len(content) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"at most {MAX_MESSAGES} parts are taken", field=where, value=f"{len(content)} of them"
-        )
-    texts = []
-    for number, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                "must be text, as {'type': 'text', 'text': ...}; this model reads nothing else",
-                field=f"{where}.{number}",
-                value=kind,
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
