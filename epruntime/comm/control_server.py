@@ -90,6 +90,11 @@ class Connection(asyncio.BufferedProtocol):
         """Sends what is still buffered, then ends the connection. Safe to call again."""
         self._finish(reason, abort=False)
 
+    def end_messages(self) -> None:
+        """Sends what is still buffered, and nothing after it; goes on reading until the other side ends."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
     def abort(self, reason: str) -> None:
         """Ends the connection at once."""
         self._finish(reason, abort=True)

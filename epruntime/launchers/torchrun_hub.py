@@ -105,6 +105,7 @@ class SupervisorHub:
         self._on_signal, self._num_signals = on_signal, 0
         self._server = ControlServer(self._secret, on_join=self._on_join)
         self._links: dict[int, Link] = {}
+        self._joined: list[Link] = []  # those too that have not said where they are
         self._orders: dict[int, Order] = {}
         self._numbers = itertools.count(1)
         self._meeting: MeetingPoint | None = None
@@ -224,15 +225,22 @@ class SupervisorHub:
         return await self._server.listen_tcp(self.host)
 
     async def _close(self) -> None:
-        for link in self._links.values():
+        joined = [link for link in self._joined if not link.gone]
+        for link in joined:
             link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0, "cause": self.cause})
-            link.connection.close("the job has ended")
+            if link.rank == self.worker.rank:
+                link.connection.close("the job has ended")  # the supervisor of this process waits for its exit
+            else:
+                # closed on this side with something unread, the connection would be reset, and the word lost
+                link.connection.end_messages()
         self._server.close_listeners()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
-                while any(not link.gone for link in self._links.values()):
+                while any(not link.gone for link in joined):
                     self._changed.clear()
                     await self._changed.wait()
+        for link in joined:
+            link.connection.close("the job has ended")
 
     def _is_free(self, rank: int) -> bool:
         link = self._links.get(rank)
@@ -240,6 +248,7 @@ class SupervisorHub:
 
     def _on_join(self, connection: Connection) -> None:
         link = Link(connection)
+        self._joined.append(link)
         connection.on_message = lambda message: self._take(link, message)
         connection.on_close = lambda reason: self._lost(link, reason)
 
