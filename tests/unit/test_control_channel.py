@@ -431,3 +431,24 @@ def test_bootstrap_round_trip_and_its_secret_stays_out_of_sight():
     assert "secret" not in repr(letter)
     with pytest.raises(ProtocolError, match="started by a launcher"):
         RankBootstrap.from_bytes(b"")
+
+
+def test_a_last_word_comes_through_whatever_is_unread(tmp_path) -> None:
+    """A connection that is closed with something unread is reset, and what the other side has not read yet is lost."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path, "tcp") as h:
+            with await h.connect() as client:
+                (connection,) = h.joined
+                client.send({"type": "early"})  # this loop, which does not run in between, has not read it
+                connection.send({"type": "end"})
+                connection.end_messages()
+                client.send({"type": "late"})
+                assert client.recv()["type"] == "end"
+                with pytest.raises(ConnectionClosedError, match="closed the connection"):
+                    client.recv()
+                assert [(await asyncio.wait_for(h.inbox.get(), 30))["type"] for _ in range(2)] == ["early", "late"]
+            while not h.ends:
+                await asyncio.sleep(0.01)
+
+    run(scenario())
