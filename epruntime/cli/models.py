@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from difflib import get_close_matches
 from typing import Any
 
 _DESCRIPTION = """Lists every Mixture-of-Experts architecture of the installed transformers that generates text, and
@@ -23,7 +22,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "models", help="list architectures, served or not, with reasons", description=_DESCRIPTION
     )
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model_type of config.json: list these alone")
+    parser.add_argument(
+        "types", nargs="*", metavar="TYPE", help="model_type of config.json, or name of a class: list these alone"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.set_defaults(run=run, parser=parser)
 
@@ -31,11 +32,17 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import transformers
 
-    from epruntime.models.survey import survey
+    from epruntime.models.survey import candidates, survey
+    from epruntime.models.type_names import type_of
 
-    found = survey(args.types)
-    if absent := sorted(set(args.types) - {verdict.model_type for verdict in found}):
-        args.parser.error(_unknown(absent, transformers.__version__))
+    known = candidates() if args.types else []
+    named = {name: type_of(name, known) for name in args.types}
+    if unknown := [name for name, model_type in named.items() if model_type is None]:
+        args.parser.error(_unknown(unknown, known, transformers.__version__))
+    found = survey([model_type for model_type in named.values() if model_type is not None])
+    listed = {verdict.model_type for verdict in found}
+    if absent := [name for name, model_type in named.items() if model_type not in listed]:
+        args.parser.error(_unknown(absent, known, transformers.__version__))
     served = sum(verdict.served for verdict in found)
     if args.json:
         facts = {
@@ -54,14 +61,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _unknown(types: list[str], version: str) -> str:
-    from epruntime.models.survey import candidates
+def _unknown(names: list[str], known: list[str], version: str) -> str:
+    from epruntime.models.type_names import help_with
 
-    known = candidates()
-    words = []
-    for model_type in types:
-        near = get_close_matches(model_type, known, n=3)
-        words.append(f"{model_type} (did you mean {' or '.join(near)}?)" if near else model_type)
+    words = [f"{name} ({told})" if (told := help_with(name, known)) else name for name in names]
     return f"no Mixture-of-Experts architecture that generates text in transformers {version}: {', '.join(words)}"
 
 

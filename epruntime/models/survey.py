@@ -86,6 +86,12 @@ def candidates() -> list[str]:
     return sorted(t for t in _CLASSES if t in CONFIG_MAPPING and _counts_experts(_kind(t)))
 
 
+def classes_of(model_type: str) -> tuple[str, ...]:
+    """Names of transformers' classes that generate text for a type; empty: there is none."""
+    names = _CLASSES.get(model_type, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def _kind(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type]
 
@@ -99,9 +105,7 @@ def _counts_experts(kind: Any) -> bool:
 
 def _verdict(model_type: str) -> Verdict | None:
     """None: the configuration has room for experts, the model has none."""
-    names = _CLASSES[model_type]
-    architecture = names if isinstance(names, str) else names[0]
-
+    architecture = classes_of(model_type)[0]
     since = ".".join(map(str, SINCE.get(model_type, ())))
 
     def refused(reason: str, **more: Any) -> Verdict:

@@ -20,6 +20,7 @@ from epruntime.models.conformance import COVERED, PARTLY, SINCE
 from epruntime.models.loader import features_of_model
 from epruntime.models.refusal import REFUSED_PART
 from epruntime.models.safetensors import TensorEntry
+from epruntime.models.type_names import help_with, type_of
 from epruntime.testing import tiny_models
 
 
@@ -71,6 +72,70 @@ def test_one_type_alone(capsys: pytest.CaptureFixture[str]) -> None:
         main(["models", "mixtral", "qwen3_vl"])
     assert ended.value.code == 2
     assert "qwen3_vl (did you mean qwen3_vl_moe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Mixtral", "mixtral"),
+        ("Qwen3-MoE", "qwen3_moe"),
+        ("nllb_moe", "nllb-moe"),
+        ("MixtralForCausalLM", "mixtral"),
+        ("Llama4ForConditionalGeneration", "llama4"),
+        ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+        *[(name, None) for name in ("llama", "LlamaForCausalLM", "bert", "mixtral8", "Mixtral-8x7B", "", "-")],
+    ],
+)
+def test_a_type_in_another_spelling(name: str, expected: str | None) -> None:
+    assert type_of(name, survey.candidates()) == expected
+
+
+def test_every_type_means_itself() -> None:
+    known = survey.candidates()
+    assert [type_of(model_type, known) for model_type in known] == known
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", "did you mean mixtral?"),
+        ("Qwen3-30B-A3B", "did you mean qwen3_moe?"),
+        ("qwen3_vl", "did you mean qwen3_vl_moe?"),
+        ("DeepSeek-V3.1", "did you mean deepseek_v3?"),
+        ("mixtrl", "did you mean mixtral?"),
+        ("gemma", "gemma is a type that transformers knows, and has no experts"),
+        *[
+            (name, "llama is a type that transformers knows, and has no experts; `epruntime upcycle` makes a "
+            "Mixture-of-Experts model of it")
+            for name in ("llama", "LlamaForCausalLM", "meta-llama/Llama-2-7b")
+        ],
+        ("clip", "clip is a type that transformers knows, and generates no text by itself"),
+        ("something else", ""),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_name_that_is_none(name: str, expected: str) -> None:
+    assert help_with(name, survey.candidates()) == expected
+
+
+def test_names_at_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "Mixtral", "MixtralForCausalLM", "--json"]) == 0
+    assert [model["model_type"] for model in json.loads(capsys.readouterr().out)["models"]] == ["mixtral"]
+    with pytest.raises(SystemExit):
+        main(["models", "llama"])
+    told = capsys.readouterr().err
+    assert "llama is a type that transformers knows, and has no experts" in told
+    assert "did you mean" not in told
+
+
+def test_a_configuration_that_counts_experts_of_a_model_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(survey, "_has_experts", lambda model: False)
+    with pytest.raises(SystemExit):
+        main(["models", "Mixtral"])
+    assert "Mixtral (the configuration of mixtral counts experts, but a small model of it has none)" in (
+        capsys.readouterr().err
+    )
 
 
 def test_encoder_decoders_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
