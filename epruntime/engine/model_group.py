@@ -59,6 +59,8 @@ class ModelGroup:
                 len(ranks),
                 self.info["num_experts"],
             )
+        if self.info["eos_warning"]:
+            logger.warning("%s (docs/sampling.md, 'Defaults of the checkpoint')", self.info["eos_warning"])
         if 0 < self.info["index_heads"] < _STEADY_INDEX_HEADS:
             logger.warning(
                 "index_n_heads=%d of this model's config.json is fewer than %d: scores of exactly zero are frequent, "

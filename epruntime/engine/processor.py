@@ -81,8 +81,7 @@ class InputProcessor:
                 field="min_tokens",
                 value=params.min_tokens,
             )
-        # a configuration may name end-of-sequence ids that the model has no logits for: they never come
-        eos = [] if params.ignore_eos else [t for t in self.limits.eos_token_ids if 0 <= t < self.limits.vocab_size]
+        eos = () if params.ignore_eos else self.limits.eos_token_ids
         spec = SamplingSpec(
             temperature=float(params.temperature),
             top_k=max(params.top_k, 0),

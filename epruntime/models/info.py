@@ -70,7 +70,7 @@ class ModelInfo:
         num_experts: routed experts per MoE layer (the largest, where layers differ).
         top_k: experts per token.
         moe_layers: indices of the layers with routed experts, ascending.
-        eos_token_ids: union of config's and generation_config's, ascending.
+        eos_token_ids: union of config's and generation_config's, of those that the vocabulary has, ascending.
         kv_layers: one entry per attention layer, in layer order.
         num_parameters: elements of all tensors in the checkpoint.
         checkpoint_bytes: bytes of all tensors in the checkpoint files.
@@ -80,6 +80,7 @@ class ModelInfo:
         expert_bytes: (number of experts, bytes of one) of each MoE layer.
         rope: how keys depend on the length of their sequence.
         index_heads: of the indexers that select the keys which layers attend to; 0: there are none.
+        eos_warning: what is wrong with end-of-sequence ids that the files name and the vocabulary lacks; "": nothing.
     """
 
     architecture: str
@@ -102,6 +103,7 @@ class ModelInfo:
     expert_bytes: tuple[tuple[int, int], ...] = ()
     rope: RopeLengths = LENGTH_HAS_NO_EFFECT
     index_heads: int = 0
+    eos_warning: str = ""
 
     @property
     def dtype_bytes(self) -> int:

@@ -174,6 +174,7 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     checkpoint = split_rows(checkpoint, layout.cuts())
     checkpoint = first_rows(checkpoint, layout.padded)
     generation = read_generation_config(path)
+    ends = eos.end_ids(config, raw, generation.eos_token_ids)
     shared_bytes, expert_bytes = _memory(model, experts)
     info = ModelInfo(
         architecture=architecture,
@@ -186,7 +187,8 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
         num_experts=num_experts,
         top_k=max(probe.top_k.values()),
         moe_layers=structure.moe_layers,
-        eos_token_ids=eos.eos_token_ids(config, raw, generation.eos_token_ids),
+        eos_token_ids=ends.ids,
+        eos_warning=ends.warning,
         kv_layers=structure.kv_layers,
         num_parameters=checkpoint.num_parameters,
         checkpoint_bytes=checkpoint.num_bytes,

@@ -318,8 +318,8 @@ SAMPLING = (
         id="model-eos-ignored",
         words="end-of-sequence ids of generation_config.json are not used",
         file="epruntime/models/loader.py",
-        old="eos.eos_token_ids(config, raw, generation.eos_token_ids)",
-        new="eos.eos_token_ids(config, raw, ())",
+        old="eos.end_ids(config, raw, generation.eos_token_ids)",
+        new="eos.end_ids(config, raw, ())",
         test="tests/unit/test_models_loading.py::test_info",
     ),
     Fault(

@@ -13,7 +13,10 @@ from epruntime.engine.model_group import ModelGroup
 from epruntime.errors import CheckpointError, ProtocolError, RankLostError
 from epruntime.moe.placement import placement_for
 
-INFO = {"vocab_size": 8, "num_experts": 6, "expert_bytes": [[6, 100], [4, 100], [6, 100]], "index_heads": 0}
+INFO = {
+    "vocab_size": 8, "num_experts": 6, "expert_bytes": [[6, 100], [4, 100], [6, 100]], "index_heads": 0,
+    "eos_warning": "",
+}  # fmt: skip
 LOADED = {
     "info": INFO, "max_model_len": 16, "experts_backend": "reference", "num_kv_blocks": 4, "load_report": {},
     "placements": {str(experts): placement_for(experts, 2).fingerprint for experts in (4, 6)},
@@ -81,6 +84,14 @@ def test_few_index_heads_are_warned_about_once(heads: int, warned: bool, caplog:
     loaded = {**LOADED, "info": {**INFO, "index_heads": heads}}
     _load(FakePool(FakeRank(0, loaded), FakeRank(1, loaded)))
     assert caplog.text.count(f"index_n_heads={heads} ") == warned
+
+
+def test_end_of_sequence_ids_that_never_come_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = {**LOADED, "info": {**INFO, "eos_warning": "config.json names 9"}}
+    _load(FakePool(FakeRank(0, LOADED), FakeRank(1, LOADED)))
+    assert not caplog.records
+    _load(FakePool(FakeRank(0, loaded), FakeRank(1, loaded)))
+    assert caplog.text.count("config.json names 9 (docs/sampling.md") == 1
 
 
 def _placed(**options: Any) -> dict[str, Any]:

@@ -275,11 +275,12 @@ def _bytes_of(part: Any) -> int:
 def test_info(tmp_path: Path) -> None:
     _, model = tiny_models.build("deepseek_v3", eos_token_id=2)
     tiny_models.save(model, tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9, 5]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9, 5, 128]}))
     info = inspect_model(tmp_path)
     assert info.architecture == "DeepseekV3ForCausalLM"
     assert (info.dtype, info.vocab_size, info.num_layers, info.num_experts, info.top_k) == ("float32", 128, 3, 8, 2)
     assert (info.moe_layers, info.eos_token_ids, info.max_position_embeddings) == ((1, 2), (2, 5, 9), 512)
+    assert info.eos_warning.startswith("generation_config.json names eos_token_id 128, but vocab_size=128")
     # latent 16 and rotary key 8, fp32, three layers: nothing else is cached
     assert info.kv_bytes_per_token == 3 * (16 + 8) * 4
     assert inspect_model(tmp_path, dtype="bfloat16").kv_bytes_per_block(16) == 16 * 3 * 24 * 2

@@ -195,14 +195,6 @@ def test_every_parameter_reaches_the_rank() -> None:
     assert StepPlan.from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire()), strict_map_key=False)) == plan
 
 
-def test_end_of_sequence_ids_beyond_the_vocabulary_never_come() -> None:
-    limits = Limits(max_model_len=32, vocab_size=100, eos_token_ids=(-1, 2, 100))
-    request = InputProcessor(None, limits).process(
-        [1], SamplingParams(min_tokens=2), rid=1, request_id="r", arrival_time=0.0
-    )
-    assert request.spec.stop_ids == (2,)
-
-
 def test_defaults_are_applied_once_at_the_edge() -> None:
     request = _process({"prompt_token_ids": [1] * 30}, max_tokens=16, stop_token_ids=[5, 9], top_k=-1)
     assert request.spec.max_tokens == 2  # 32 - 30
