@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from epruntime.errors import InvalidRequestError
@@ -127,6 +128,17 @@ class SamplingParams:
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
         return cls(**wire)
+
+
+_FIELDS = tuple(f.name for f in fields(SamplingParams))
+
+
+def not_a_field(name: str) -> str:
+    """What to say of a name that no parameter has, and which one is like it; "" of a parameter's."""
+    if name in _FIELDS:
+        return ""
+    near = get_close_matches(name, _FIELDS, n=1)
+    return "is not a sampling parameter" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def derive_seed(seed: int, index: int) -> int:

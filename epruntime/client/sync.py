@@ -16,6 +16,7 @@ from epruntime.client.failure import to_error
 from epruntime.client.retry import DEFAULT_RETRIES, Attempts
 from epruntime.client.types import Chunk, GenerateResult, ModelInfo, ServerInfo, TokenizeResult
 from epruntime.errors import RequestAbortedError
+from epruntime.prompts import prompt_list
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto.inference_pb2_grpc import InferenceStub
 from epruntime.sampling_params import SamplingParams
@@ -162,7 +163,7 @@ class Client:
         Returns:
             A GenerateResult for one prompt, a list in order for a list.
         """
-        items, single = wire.split_prompts(prompts)
+        items, single = prompt_list(prompts)
         params = wire.split_params(sampling_params, sampling, len(items))
         requests = [
             wire.request(prompt, given, return_prompt_token_ids=return_prompt_token_ids)

@@ -10,8 +10,9 @@ from epruntime.client.types import Chunk, GenerateResult, Timing, Usage
 from epruntime.errors import EPRuntimeError, InvalidRequestError
 from epruntime.message_text import text_of
 from epruntime.outputs import CompletionOutput, Logprob
+from epruntime.prompts import params_list
 from epruntime.proto import inference_pb2 as pb
-from epruntime.sampling_params import SamplingParams
+from epruntime.sampling_params import SamplingParams, not_a_field
 
 #: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": [{"role", "content"}, ...]}
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -26,16 +27,6 @@ _FINISH_REASONS = {
 }
 
 
-def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """One prompt or a list of them, as a list; and whether it was one (a list of integers is one)."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts], True
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items], True
-    return items, False
-
-
 def split_params(params: Any, overrides: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Sampling fields to send for each of `count` prompts: of one SamplingParams, or one each, or keywords.
 
@@ -46,21 +37,15 @@ def split_params(params: Any, overrides: dict[str, Any], count: int) -> list[dic
     if overrides:
         if params is not None:
             raise TypeError("give sampling parameters as a SamplingParams or as keywords, not as both")
-        # refuses unknown names and values before anything is sent; the server's own max_tokens is not known here
+        for name in overrides:
+            if told := not_a_field(name):
+                raise TypeError(f"{name} {told}")
+        # refuses values before anything is sent; the server's own max_tokens is not known here
         SamplingParams(**{"max_tokens": None, **overrides})
         return [overrides] * count
     if params is None:
         return [{}] * count
-    if isinstance(params, SamplingParams):
-        return [params.to_wire()] * count
-    given = list(params)
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"{count} prompts need as many sampling parameters, or one for all",
-            field="sampling_params",
-            value=f"{len(given)} of them",
-        )
-    return [p.to_wire() for p in given]
+    return [one.to_wire() for one in params_list(params, count)]
 
 
 def request(
@@ -116,6 +101,8 @@ def set_text(message: pb.GenerateRequest | pb.TokenizeRequest, text: str) -> Non
 
 
 def set_chat(message: pb.GenerateRequest | pb.TokenizeRequest, messages: Sequence[Any]) -> None:
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequestError("must be a list of dicts with 'role' and 'content'", field="messages", value=messages)
     message.chat.SetInParent()
     for number, entry in enumerate(messages):
         message.chat.messages.append(_chat_message(entry, f"messages.{number}.content"))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from epruntime.errors import InvalidRequestError
-from epruntime.sampling_params import SamplingParams
+from epruntime.sampling_params import SamplingParams, not_a_field
 
 logger = logging.getLogger("epruntime.engine.defaults")
-
-_FIELDS = tuple(f.name for f in fields(SamplingParams))
 
 
 class SamplingDefaults:
@@ -46,8 +42,6 @@ class SamplingDefaults:
             InvalidRequestError: a value that makes no sense, or an unknown field.
         """
         for name in given:
-            if name not in _FIELDS:
-                near = difflib.get_close_matches(name, _FIELDS, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise InvalidRequestError(f"is not a sampling parameter{hint}", field=name)
+            if told := not_a_field(name):
+                raise InvalidRequestError(told, field=name)
         return SamplingParams(**(self.values | given))

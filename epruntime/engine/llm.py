@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from epruntime.engine.ranks import Ranks
 from epruntime.errors import InvalidRequestError
 from epruntime.launchers.caller_group import with_callers_group
 from epruntime.outputs import RequestOutput
+from epruntime.prompts import params_list, prompt_list
 from epruntime.sampling_params import SamplingParams
 
 Messages = Sequence[dict[str, Any]]
@@ -79,19 +80,8 @@ class LLM:
             InvalidRequestError: a prompt or parameter is refused; the other requests are ended too.
             EngineDeadError: the engine stopped.
         """
-        items = _prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(items)
-        else:
-            params = list(sampling_params)
-        if len(params) != len(items):
-            raise InvalidRequestError(
-                f"{len(items)} prompts need as many sampling parameters, or one for all",
-                field="sampling_params",
-                value=f"{len(params)} of them",
-            )
+        items, _ = prompt_list(prompts)
+        params = params_list(self.default_sampling_params() if sampling_params is None else sampling_params, len(items))
         return self._loop_thread.run(self._generate(items, params, use_tqdm))
 
     def chat(
@@ -109,6 +99,12 @@ class LLM:
                 parts of type text.
             chat_template_kwargs: keywords that the template reads, for all of them.
         """
+        if not isinstance(messages, (list, tuple)):
+            raise InvalidRequestError(
+                "must be a list of dicts with 'role' and 'content', or a list of such lists",
+                field="messages",
+                value=messages,
+            )
         one = bool(messages) and isinstance(messages[0], dict)
         conversations = [messages] if one else list(messages)
         prompts = [{"messages": m, "chat_template_kwargs": chat_template_kwargs} for m in conversations]
@@ -166,16 +162,6 @@ class LLM:
                 # the group has ended the other requests; the caller wants the cause and not the bundle
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list; a list of integers is one."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [cast(list[int], items)]
-    return cast(list[Prompt], items)
 
 
 def _stop(loop_thread: LoopThread, engine: AsyncLLM, own_loop: bool) -> None:

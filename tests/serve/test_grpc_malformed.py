@@ -159,7 +159,9 @@ def test_abort_needs_an_id(server):
 @pytest.mark.parametrize(
     ("prompt", "options", "error"),
     [
-        (3.5, {}, TypeError),
+        (3.5, {}, InvalidRequestError),
+        (b"x", {}, InvalidRequestError),
+        ({"messages": 5}, {}, InvalidRequestError),
         ({"text": "x"}, {}, InvalidRequestError),
         ({"prompt_token_ids": ["x"]}, {}, InvalidRequestError),
         ([2**40], {}, InvalidRequestError),
