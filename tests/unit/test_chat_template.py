@@ -150,7 +150,7 @@ def test_a_damaged_template_of_a_processor(content: bytes, tmp_path: Path) -> No
 
 def test_content_in_parts_is_joined(tmp_path: Path) -> None:
     tokenizer = with_template(STRINGS, tmp_path)
-    parts = [{"type": "text", "text": "Two plus"}, {"type": "text", "text": "two"}, "is"]
+    parts = [{"type": "text", "text": "Two plus"}, {"type": "text", "text": "two", "cache_control": {}}, "is"]
     assert tokenizer.encode_chat([{"role": "user", "content": parts}])[0] == "[user] Two plus\ntwo\nis"
     message = pb.GenerateRequest()
     set_chat(message, [{"role": "user", "content": parts}])
