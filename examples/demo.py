@@ -1,8 +1,9 @@
 """A mixture of experts on two Ray ranks, asked several questions at once through the gRPC client.
 
-sample model (built once) -> `epruntime serve --launcher ray` -> AsyncClient streams -> report
+sample model (built once) -> `epruntime serve --launcher ray` -> AsyncClient streams -> report -> what to try next
 
-`make demo` runs it. Ctrl-C at any moment stops everything that it started.
+`make demo` runs it. Ctrl-C at any moment stops everything that it started. What the server logs is shown until it is
+ready; then only what is more than information, so that the answers can be read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -17,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from epruntime.client import AsyncClient, ServerInfo
@@ -33,6 +37,8 @@ QUESTIONS = (
 COLOURS = (36, 33, 32, 35, 34, 31)
 HEARTBEAT_S = 5.0
 BAR_WIDTH = 40
+#: A line of the server's log that is information, its own or one that Ray brings from a rank.
+INFORMATION = re.compile(r"(\(.*?\) )?(\d\d:\d\d:\d\d )?INFO ")
 
 
 @dataclass(kw_only=True)
@@ -167,9 +173,27 @@ async def heartbeat(what: str) -> None:
         print(f"  {what}: {time.monotonic() - started:.0f} s", flush=True)
 
 
+def what_next(model: str) -> None:
+    """Commands to go on with, as they can be typed here."""
+    script = Path(sys.executable).with_name("epruntime")
+    command = shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
+    if not script.exists():
+        command = f"{shlex.quote(sys.executable)} -m epruntime"
+    path = shlex.quote(model)
+    print("what next:")
+    print(f'  {command} generate --model {path} --temperature 0 "The capital of France is"')
+    print(f"  {command} serve {path} --expert-parallel-size 2    # and in another terminal: {command} chat")
+    print(f"  {command} verify {path} --cases batch --num-prompts 4 --max-prompt-tokens 8 --max-tokens 2", flush=True)
+
+
 async def run(model: str, options: argparse.Namespace) -> int:
     """Serves, asks, stops. A signal ends the asking; the stopping always runs to its end."""
     started = time.monotonic()
+
+    def echo(line: str) -> None:
+        if not server.address or not INFORMATION.match(line):
+            print(f"  server | {line}", flush=True)
+
     server = ServerProcess(
         [
             model,
@@ -188,7 +212,7 @@ async def run(model: str, options: argparse.Namespace) -> int:
             "--drain-timeout-s",
             "1",
         ],
-        echo=lambda line: print(f"  server | {line}", flush=True),
+        echo=echo,
         # Ray forks while gRPC's threads run, and execs at once: gRPC need not prepare for it, nor say that it does not.
         environment={"GRPC_ENABLE_FORK_SUPPORT": "0"},
     )
@@ -224,7 +248,10 @@ async def run(model: str, options: argparse.Namespace) -> int:
         await server.stop()
     with suppress(asyncio.CancelledError):
         task.result()
-    return 128 + received[0] if received else 0
+    if received:
+        return 128 + received[0]
+    what_next(model)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

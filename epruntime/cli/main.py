@@ -126,6 +126,8 @@ def _set_up_logging() -> None:
     root.handlers[:] = [handler]
     root.setLevel(str(envs.get("EPRUNTIME_LOG_LEVEL")))
     root.propagate = False
+    if not sys.stderr.isatty():  # Ray colours what it prints of its actors, in files and pipes, too
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import tiny_chat_model
 
+from epruntime.cli.main import make_parser
 from epruntime.testing.patience import PATIENCE_S
 from epruntime.testing.server_process import adopt_orphans, descendants
 
@@ -34,6 +36,7 @@ class Demo:
 
     def __init__(self, scratch: Path, *arguments: str) -> None:
         self.lines: list[str] = []
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
         self._ended = False
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments],
@@ -41,7 +44,7 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"},
+            env=self.environment,
         )
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read)
@@ -126,6 +129,21 @@ def test_runs_to_its_end_on_ray(model: Path, scratch: Path) -> None:
     assert sum(experts) == sum(ranks) > 0
     # every computed token goes to two experts in each of three layers
     assert sum(experts) % (2 * 3) == 0
+    assert "\033" not in text, "colours in a file"
+    ready = next(number for number, line in enumerate(demo.lines) if line.startswith("ready after"))
+    logged = [number for number, line in enumerate(demo.lines) if re.match(r"  server \| .*INFO ", line)]
+    assert logged, "the start is shown"
+    assert max(logged) < ready, "the answers are not mixed with what the server logs of itself"
+    *_, title, generate, serve, verify = demo.lines
+    assert title == "what next:"
+    made = subprocess.run(
+        shlex.split(generate), env=demo.environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip()
+    for name, line in (("serve", serve), ("verify", verify)):  # as the program reads them, without a run
+        words = shlex.split(line, comments=True)
+        assert make_parser().parse_args(words[words.index(name) :]).model == str(model)
 
 
 @pytest.mark.slow
