@@ -182,7 +182,8 @@ def what_next(model: str) -> None:
     path = shlex.quote(model)
     print("what next:")
     print(f'  {command} generate --model {path} --temperature 0 "The capital of France is"')
-    print(f"  {command} serve {path} --expert-parallel-size 2    # and in another terminal: {command} chat")
+    print(f"  {command} serve {path} --expert-parallel-size 2")
+    print(f"  {command} chat --temperature 0    # in another terminal, while that serves")
     print(f"  {command} verify {path} --cases batch --num-prompts 4 --max-prompt-tokens 8 --max-tokens 2", flush=True)
 
 
