@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epruntime.engine import chat_template, template_kwargs
+from epruntime.engine import chat_template, template_form, template_kwargs
+from epruntime.engine.template_form import Form
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
 from epruntime.message_text import text_of
@@ -46,7 +47,7 @@ class Tokenizer:
             chat_template.check(self.hf)
         elif not self.has_chat_template:
             self.hf.chat_template = chat_template.of_processor(Path(path))
-        self._in_parts = chat_template.read_in_parts(self.hf) if self.has_chat_template else ()
+        self._form = template_form.read(self.hf, chat_template.TEMPLATE_S) if self.has_chat_template else Form()
 
     @property
     def has_chat_template(self) -> bool:
@@ -76,8 +77,8 @@ class Tokenizer:
             The rendered prompt and its ids; the template writes all special tokens, so none is added.
 
         Raises:
-            InvalidRequestError: no template, or one that refuses the messages, or does not end with them; or keywords
-                that are not the caller's.
+            InvalidRequestError: no template, or one that refuses the messages, or does not end with them, or shows
+                nothing of one; or keywords that are not the caller's.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -86,7 +87,7 @@ class Tokenizer:
             )
         messages = _checked(messages)
         more = template_kwargs.checked(keywords, self.hf)
-        text = chat_template.render(self.hf, messages, more, in_parts=self._in_parts)
+        text = chat_template.render(self.hf, messages, more, form=self._form)
         if check is not None:
             check(text)
         return text, self._encode(text, add_special_tokens=False)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_tokenizers
 import transformers
 
-from epruntime.client.wire import set_chat
-from epruntime.engine.processor import size_of
 from epruntime.engine.tokenizer import Tokenizer
-from epruntime.errors import CheckpointError, InvalidRequestError
-from epruntime.proto import inference_pb2 as pb
+from epruntime.errors import CheckpointError
 
 TEXT = "The capital of France is"
 STRINGS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
@@ -102,12 +98,6 @@ def test_parts_whose_text_is_altered(change: str, tmp_path: Path) -> None:
     assert with_template(template, tmp_path / "again").encode_chat(CHAT)[0] == expected
 
 
-def test_other_roles_have_the_form_of_those_they_are_like(tmp_path: Path) -> None:
-    tokenizer = with_template(by_role(TEXTS, "!= ''", ""), tmp_path)
-    chat = [{"role": "developer", "content": "be short"}, *user(TEXT), {"role": "tool", "content": "4"}]
-    assert tokenizer.encode_chat(chat)[0] == f"be short{TEXT}4"
-
-
 def test_a_template_file_that_reads_parts(tmp_path: Path) -> None:
     path = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, template=STRINGS)
     assert Tokenizer(path, template=PARTS).encode_chat(user(TEXT))[0] == f"[user] {TEXT} "
@@ -146,34 +136,3 @@ def test_a_damaged_template_of_a_processor(content: bytes, tmp_path: Path) -> No
     (tmp_path / "chat_template.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"chat_template\.json"):
         Tokenizer(tmp_path)
-
-
-def test_content_in_parts_is_joined(tmp_path: Path) -> None:
-    tokenizer = with_template(STRINGS, tmp_path)
-    parts = [{"type": "text", "text": "Two plus"}, {"type": "text", "text": "two", "cache_control": {}}, "is"]
-    assert tokenizer.encode_chat([{"role": "user", "content": parts}])[0] == "[user] Two plus\ntwo\nis"
-    message = pb.GenerateRequest()
-    set_chat(message, [{"role": "user", "content": parts}])
-    assert message.chat.messages[0].content == "Two plus\ntwo\nis"
-    assert size_of({"messages": [{"role": "user", "content": parts}]}) - size_of({"messages": user("")}) == 13
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, r"messages\.0\.content.*a string, or a list of parts"),
-        (5, "a string, or a list of parts"),
-        ([5], r"content\.0=5: must be a part"),
-        ([{"text": "hi"}], r"content\.0=.*must be a part"),
-        (["a", {"type": "image_url"}], r"content\.1='image_url'.*nothing else is taken"),
-        ([{"type": "text"}], "has a 'text', which is a string"),
-        ([{"type": "text", "text": 5}], "has a 'text', which is a string"),
-        (["a"] * (2**14 + 1), "at most 16384 parts"),
-    ],
-)
-def test_content_that_is_none(content: Any, words: str, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": content}]
-    with pytest.raises(InvalidRequestError, match=words):
-        with_template(STRINGS, tmp_path).encode_chat(chat)
-    with pytest.raises(InvalidRequestError, match=words):
-        set_chat(pb.GenerateRequest(), chat)

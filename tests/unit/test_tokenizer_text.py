@@ -50,7 +50,9 @@ def test_one_bos_where_the_template_writes_it(with_bos: Tokenizer) -> None:
 
 
 def test_a_template_that_writes_it_twice_gives_one(tmp_path: Path) -> None:
-    path = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, template="{{ bos_token }}<s>x")
+    path = tiny_tokenizers.save(
+        tiny_tokenizers.byte_level(), tmp_path, template="{{ bos_token }}<s>{{ messages[0].content }}"
+    )
     assert Tokenizer(path).encode_chat(MESSAGES)[1].count(BOS) == 1
 
 
@@ -125,10 +127,10 @@ RAISING = [
 def test_a_template_file_may_want_other_messages_than_the_check_has(template: str, tmp_path: Path) -> None:
     path = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path / "t")
     file = tmp_path / "template"
-    file.write_text("{% if messages[0].content == 'x' %}" + template + "{% endif %}fine")
+    file.write_text("{% if messages[0].content == 'x' %}" + template + "{% endif %}: {{ messages[0].content }}")
     tokenizer = load_tokenizer(path, required=True, chat_template=str(file))
     assert tokenizer is not None
-    assert tokenizer.encode_chat(MESSAGES)[0] == "fine"
+    assert tokenizer.encode_chat(MESSAGES)[0] == ": Two plus two"
 
 
 @pytest.mark.parametrize("template", RAISING)
