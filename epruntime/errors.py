@@ -22,7 +22,7 @@ def _short(value: object) -> str:
     """repr, or its beginning: errors travel in headers, which have little room."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+    except (ValueError, RecursionError):  # integers of thousands of digits, lists nested in a thousand lists
         return f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

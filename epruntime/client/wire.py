@@ -8,7 +8,7 @@ from typing import Any
 
 from epruntime.client.types import Chunk, GenerateResult, Timing, Usage
 from epruntime.errors import EPRuntimeError, InvalidRequestError
-from epruntime.message_text import text_of
+from epruntime.message_text import text_of, valid_text
 from epruntime.outputs import CompletionOutput, Logprob
 from epruntime.prompts import params_list
 from epruntime.proto import inference_pb2 as pb
@@ -105,21 +105,20 @@ def set_chat(message: pb.GenerateRequest | pb.TokenizeRequest, messages: Sequenc
         raise InvalidRequestError("must be a list of dicts with 'role' and 'content'", field="messages", value=messages)
     message.chat.SetInParent()
     for number, entry in enumerate(messages):
-        message.chat.messages.append(_chat_message(entry, f"messages.{number}.content"))
+        message.chat.messages.append(_chat_message(entry, f"messages.{number}"))
 
 
 def _chat_message(entry: Any, where: str) -> pb.ChatMessage:
     if not isinstance(entry, Mapping) or entry.keys() != {"role", "content"}:
         raise InvalidRequestError(
-            "each message is a dict with 'role' and 'content', both text",
-            field="messages",
+            "must be a dict with 'role', which is text, and 'content', which is text or a list of parts of type text",
+            field=where,
             value=entry,
         )
-    content = text_of(entry["content"], where)
-    try:
-        return pb.ChatMessage(role=entry["role"], content=content)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError("role and content must be valid text", field="messages", value=entry) from error
+    role = entry["role"]
+    if not isinstance(role, str):
+        raise InvalidRequestError("must be a string", field=f"{where}.role", value=role)
+    return pb.ChatMessage(role=valid_text(role, f"{where}.role"), content=text_of(entry["content"], f"{where}.content"))
 
 
 def _set_sampling(message: pb.SamplingParams, sampling: Mapping[str, Any]) -> None:

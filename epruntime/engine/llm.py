@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -105,7 +105,7 @@ class LLM:
                 field="messages",
                 value=messages,
             )
-        one = bool(messages) and isinstance(messages[0], dict)
+        one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
         prompts = [{"messages": m, "chat_template_kwargs": chat_template_kwargs} for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,10 +228,12 @@ def size_of(prompt: Any) -> int:
     if not isinstance(prompt, (str, list, tuple)):
         return 0
     size = len(prompt)
-    if prompt and isinstance(prompt[0], dict):
-        contents = [message.get("content") for message in prompt if isinstance(message, dict)]
-        texts = [text for content in contents for text in (content if isinstance(content, list) else [content])]
-        texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
+    if prompt and isinstance(prompt[0], Mapping):
+        contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+        texts = [
+            text for content in contents for text in (content if isinstance(content, (list, tuple)) else [content])
+        ]
+        texts = [text.get("text") if isinstance(text, Mapping) else text for text in texts]
         size = _MESSAGE_SIZE * size + sum(len(text) for text in texts if isinstance(text, str))
     return size
 

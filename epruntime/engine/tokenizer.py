@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from epruntime.engine import chat_template, template_form, template_kwargs
 from epruntime.engine.template_form import Form
 from epruntime.engine.token_bound import bound_of
 from epruntime.errors import CheckpointError, ConfigError, InvalidRequestError
-from epruntime.message_text import text_of
+from epruntime.message_text import text_of, valid_text
 
 logger = logging.getLogger("epruntime.engine.tokenizer")
 
@@ -132,13 +132,14 @@ def _checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with contents that are strings."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError("must be a non-empty list of {'role', 'content'} messages", field="messages")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError("each message needs a 'role' and a 'content'", field="messages", value=message)
-    return [
-        {**message, "content": text_of(message.get("content"), f"messages.{number}.content")}
-        for number, message in enumerate(messages)
-    ]
+    return [_checked_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError("needs a 'role', which is a string, and a 'content'", field=where, value=message)
+    valid_text(message["role"], f"{where}.role")
+    return {**message, "content": text_of(message.get("content"), f"{where}.content")}
 
 
 def load_tokenizer(path: str | Path, *, required: bool, chat_template: str | None = None) -> Tokenizer | None:
