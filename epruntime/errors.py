@@ -6,14 +6,16 @@ reports) the second. `STATUS` is the one table that maps a type to a gRPC code a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 
 class EPRuntimeError(Exception):
     """Root of the tree: `except EPRuntimeError` catches all that this package raises on purpose."""
 
 
+E = TypeVar("E", bound=Exception)
 _NOT_GIVEN: Any = object()
 _MAX_SHOWN = 200
 
@@ -40,6 +42,16 @@ class InvalidRequestError(EPRuntimeError, ValueError):
         shown = field if value is _NOT_GIVEN else f"{field}={_short(value)}"
         self.field, self.value = field, None if value is _NOT_GIVEN else value
         super().__init__(f"{shown}: {message}" if field else message)
+
+
+def renamed(error: E, names: Mapping[str, str]) -> E:
+    """The same error about the name under which the request had the field; any other as it is."""
+    if not isinstance(error, InvalidRequestError) or error.field not in names:
+        return error
+    text, name = str(error), names[error.field]
+    again = type(error)(text.replace(error.field, name, 1) if text.startswith(error.field) else text)
+    again.field, again.value = name, error.value
+    return again
 
 
 class RequestNotFoundError(EPRuntimeError, KeyError):

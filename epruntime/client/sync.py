@@ -15,7 +15,7 @@ from epruntime.client import channel, facts, wire
 from epruntime.client.failure import to_error
 from epruntime.client.retry import DEFAULT_RETRIES, Attempts
 from epruntime.client.types import Chunk, GenerateResult, ModelInfo, ServerInfo, TokenizeResult
-from epruntime.errors import RequestAbortedError
+from epruntime.errors import RequestAbortedError, renamed
 from epruntime.prompts import prompt_list
 from epruntime.proto import inference_pb2 as pb
 from epruntime.proto.inference_pb2_grpc import InferenceStub
@@ -55,7 +55,7 @@ class Stream(Iterator[Chunk]):
 
     def _again(self, cause: grpc.RpcError) -> None:
         """Sends the request once more, after a while; or raises the error that ended it."""
-        error = to_error(cause, self._address)
+        error = renamed(to_error(cause, self._address), wire.FIELD_NAMES)
         wait_s = None if self._began else self._attempts.wait_s(error)
         if wait_s is None:
             raise error from cause

@@ -19,6 +19,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 #: max_tokens on the wire where it is None here.
 UNLIMITED_TOKENS = -1
+#: Fields of GenerateRequest that a prompt has under another name here.
+FIELD_NAMES = {"token_ids": "prompt_token_ids"}
 _FINISH_REASONS = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: "stop",

@@ -71,7 +71,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be a SamplingParams", field="sampling_params", value=params)
         text, ids = self.tokens(prompt, bounded=True)
-        self._check(ids, params)
+        self._check(_field(prompt), ids, params)
         room = self.limits.max_model_len - len(ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if params.min_tokens > room:
@@ -115,7 +115,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"at most {MAX_DETOKENIZED} are taken at once", field="token_ids", value=f"{len(token_ids)} of them"
             )
-        ids = _token_list(token_ids)
+        ids = _token_list("token_ids", token_ids)
         self._check_vocabulary("token_ids", ids)
         try:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -143,14 +143,14 @@ class InputProcessor:
                     value=sorted(map(str, prompt)),
                 )
             if "prompt_token_ids" in prompt:
-                return None, self._ids(prompt["prompt_token_ids"], bounded=bounded)
+                return None, self._ids("prompt_token_ids", prompt["prompt_token_ids"], bounded=bounded)
             if "messages" in prompt:
                 return self._need_tokenizer("messages").encode_chat(
                     prompt["messages"], keywords=prompt.get(FIELD), check=check
                 )
             prompt = prompt["prompt"]
         if isinstance(prompt, (list, tuple)):
-            return None, self._ids(prompt, bounded=bounded)
+            return None, self._ids("prompt", prompt, bounded=bounded)
         if not isinstance(prompt, str):
             raise InvalidRequestError(
                 "must be a string, a list of token ids, or a dict with 'prompt_token_ids' or 'messages'",
@@ -175,14 +175,14 @@ class InputProcessor:
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "this model was loaded without a tokenizer; send prompt_token_ids instead of text", field=field
+                "this model was loaded without a tokenizer; send token ids instead of text", field=field
             )
         return self.tokenizer
 
-    def _ids(self, value: Any, *, bounded: bool) -> list[int]:
+    def _ids(self, field: str, value: Any, *, bounded: bool) -> list[int]:
         if bounded and isinstance(value, (list, tuple)) and len(value) >= self.limits.max_model_len:
             raise self._too_long(counted(len(value), "token"))
-        return _token_list(value)
+        return _token_list(field, value)
 
     def _check_text(self, text: str) -> None:
         """Refuses a text that is too long whatever its tokens."""
@@ -205,12 +205,12 @@ class InputProcessor:
                 f"is outside the vocabulary: ids go from 0 to {size - 1}", field=field, value=max(tokens)
             )
 
-    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, field: str, ids: Sequence[int], params: SamplingParams) -> None:
         limits = self.limits
         if not ids:
             raise InvalidRequestError("has no tokens; send at least one", field="prompt")
         for name, tokens in (
-            ("prompt_token_ids", ids),
+            (field, ids),
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
         ):
@@ -241,10 +241,16 @@ def size_of(prompt: Any) -> int:
 def _anything(_: str) -> None: ...
 
 
-def _token_list(value: Any) -> list[int]:
+def _field(prompt: Prompt) -> str:
+    """The request's name of what became the prompt's ids."""
+    given = prompt if isinstance(prompt, dict) else {}
+    return next((name for name in ("prompt_token_ids", "messages") if name in given), "prompt")
+
+
+def _token_list(field: str, value: Any) -> list[int]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidRequestError("must be a list of integers", field="prompt_token_ids", value=value)
+        raise InvalidRequestError("must be a list of integers", field=field, value=value)
     for token in value:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise InvalidRequestError("token ids are non-negative integers", field="prompt_token_ids", value=token)
+            raise InvalidRequestError("token ids are non-negative integers", field=field, value=token)
     return list(value)

@@ -224,7 +224,7 @@ class FakeLLM:
 
     async def tokenize(self, prompt: object) -> tuple[str | None, list[int]]:
         text, ids = self._read(prompt)
-        return (None if isinstance(prompt, dict) and "prompt_token_ids" in prompt else text), ids
+        return (None if _given_ids(prompt) else text), ids
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         _check_vocabulary(token_ids, "token_ids")
@@ -271,11 +271,8 @@ class FakeLLM:
             live.changed.set()
 
     def _read(self, prompt: object) -> tuple[str, list[int]]:
-        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            ids = prompt["prompt_token_ids"]
-            if min(ids) < 0:
-                raise InvalidRequestError("must not be negative", field="prompt_token_ids", value=min(ids))
-            _check_vocabulary(ids, "prompt_token_ids")
+        for name, ids in _given_ids(prompt).items():
+            _check_vocabulary(ids, name)
             return "".join(map(chr, ids)), ids
         if not self.model_info["has_tokenizer"]:
             raise InvalidRequestError("text needs a tokenizer, which this model lacks", field="prompt")
@@ -323,6 +320,13 @@ class FakeLLM:
                 live.end(index, "length")
                 return
             live.changed.set()
+
+
+def _given_ids(prompt: object) -> dict[str, list[int]]:
+    """The ids of a prompt that has some, by the name that the engine has for them."""
+    if isinstance(prompt, dict):
+        return {name: ids for name, ids in prompt.items() if name == "prompt_token_ids"}
+    return {"prompt": prompt} if isinstance(prompt, list) else {}
 
 
 def _check_vocabulary(ids: Sequence[int], field: str) -> None:

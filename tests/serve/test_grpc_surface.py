@@ -162,7 +162,10 @@ def test_tokenize_and_detokenize(client):
         (lambda c: c.tokenize(""), "prompt"),
         (lambda c: c.tokenize([]), "chat"),
         (lambda c: c.tokenize({"prompt": "x"}), "prompt"),
-        (lambda c: c.tokenize([{"role": "user"}]), "messages"),
+        (lambda c: c.tokenize([{"role": "user"}]), "messages.0"),
+        (lambda c: c.generate({"prompt_token_ids": [0x110000]}), "prompt_token_ids"),
+        (lambda c: c.generate({"prompt_token_ids": [-1]}), "prompt_token_ids"),
+        (lambda c: c.generate([0x110000]), "prompt_token_ids"),
         (lambda c: c.tokenize("half \ud83d"), "prompt"),
         (lambda c: c.detokenize([-1]), "token_ids"),
         (lambda c: c.detokenize([0x110000]), "token_ids"),
@@ -204,6 +207,9 @@ def test_async_client(server):
             assert (await client.model_info()).name == "echo"
             tokens = (await client.tokenize("abc")).token_ids
             assert await client.detokenize(tokens) == "abc"
+            with pytest.raises(InvalidRequestError, match=r"^prompt_token_ids=-1") as caught:
+                await client.generate([-1])
+            assert caught.value.field == "prompt_token_ids"
             result = await client.generate("abc", n=2, max_tokens=2, prompt_logprobs=0, return_prompt_token_ids=True)
             assert [o.text for o in result.outputs] == ["ab", "bc"]
             assert result.prompt_token_ids == tokens

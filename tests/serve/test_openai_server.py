@@ -131,6 +131,22 @@ def test_tokenize_and_detokenize():
             assert http.post(path, json=body).status_code == 400
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_are_refused_by_the_requests_own_name_of_them(stream):
+    with HttpServing() as server, httpx2.Client(base_url=server.url) as http:
+        for path, body in (
+            ("/v1/completions", {"prompt": [-1], "stream": stream}),
+            ("/v1/completions", {"prompt": [0x110000], "stream": stream}),
+            ("/v1/completions", {"prompt": [[104], [0x110000]], "stream": stream}),
+            ("/detokenize", {"tokens": [0x110000]}),
+            ("/detokenize", {"tokens": [-1]}),
+        ):
+            answer, param = http.post(path, json=body), "tokens" if path == "/detokenize" else "prompt"
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param)
+            assert error["message"].startswith(f"{param}=")
+
+
 def test_metrics_are_mounted():
     async def read(accept: str) -> tuple[bytes, str]:
         return accept.encode(), "text/plain; version=0.0.4"

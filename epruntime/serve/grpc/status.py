@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2  # type: ignore[import-untyped]
 
-from epruntime.errors import EPRuntimeError, InvalidRequestError, RankLostError, status_of
+from epruntime.errors import EPRuntimeError, InvalidRequestError, RankLostError, renamed, status_of
 from epruntime.proto import keys
 from epruntime.serve.client_text import client_text
 
@@ -22,12 +22,16 @@ _MAX_VALUE_BYTES = 256
 #: Texts above this are not repeated in the status details, for the same limit on headers.
 _MAX_DETAILS_TEXT_BYTES = 1024
 
+#: The engine's names of fields that have another in inference.proto.
+_NAMES = {"prompt_token_ids": "token_ids"}
+
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 async def abort(context: grpc.aio.ServicerContext, error: Exception, request_id: str = "") -> NoReturn:
     """Ends the call with the status of `error`; a foreign exception becomes INTERNAL and is logged in full."""
     code, _ = status_of(error)
+    error = renamed(error, _NAMES)
     text = client_text(error)
     if not isinstance(error, EPRuntimeError):
         logger.error("internal error in request %r", request_id, exc_info=error)

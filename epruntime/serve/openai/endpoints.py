@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from epruntime.errors import InvalidRequestError
+from epruntime.errors import InvalidRequestError, renamed
 from epruntime.serve.engine import Engine
 from epruntime.serve.gate import LOADING_RETRY_S, Gate
 from epruntime.serve.openai import body
@@ -109,7 +109,10 @@ class Endpoints:
         check_extra(sent)
         engine = self._gate.reach()
         self._check_model(engine, sent.model)
-        return _json({"prompt": await unless_gone(engine.detokenize(sent.tokens), request)})
+        try:
+            return _json({"prompt": await unless_gone(engine.detokenize(sent.tokens), request)})
+        except InvalidRequestError as error:
+            raise renamed(error, {"token_ids": "tokens"}) from error
 
     async def _read(self, request: Request, kind: type[F]) -> F:
         sent = await body.read(request, kind, self._limit)

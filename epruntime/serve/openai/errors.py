@@ -83,17 +83,6 @@ def http_error(error: Exception, request_id: str = "") -> HttpError:
     return HttpError(status, message, param=param, headers=headers)
 
 
-def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """The same error about the name under which the request had the field."""
-    name = names.get(error.field)
-    if name is None:
-        return error
-    text = str(error)
-    again = InvalidRequestError(text.replace(error.field, name, 1) if text.startswith(error.field) else text)
-    again.field, again.value = name, error.value
-    return again
-
-
 def clip(text: str, limit: int = MAX_TEXT) -> str:
     if len(text) <= limit:
         return text

@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_FIELDS = ("role", "content", "name")
 
 
-def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | dict[str, Any]]:
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """One prompt, or one for each member of a list.
 
     Raises:
@@ -24,7 +24,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if not prompt:
         raise InvalidRequestError("is empty; send text or token ids", field="prompt")
     if isinstance(prompt[0], int):
-        return [{"prompt_token_ids": prompt}]
+        return [_ids(prompt)]
     return [_text(one) if isinstance(one, str) else _ids(one) for one in prompt]
 
 
@@ -46,10 +46,10 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def _ids(prompt: Any) -> dict[str, Any]:
+def _ids(prompt: Any) -> list[int]:
     if not prompt:
         raise InvalidRequestError("has an empty list of token ids; send at least one", field="prompt")
-    return {"prompt_token_ids": prompt}
+    return list(prompt)
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:

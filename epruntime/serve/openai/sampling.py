@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from epruntime.errors import InvalidRequestError
+from epruntime.errors import InvalidRequestError, renamed
 from epruntime.sampling_params import SamplingParams
 from epruntime.serve.engine import Engine
-from epruntime.serve.openai.errors import renamed
 from epruntime.serve.openai.fields import ChatFields, CompletionFields, Fields
 
 #: Fields that have the same name and meaning here and there.
