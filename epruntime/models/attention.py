@@ -256,7 +256,9 @@ def kv_layer_of(call: AttentionCall, module: torch.nn.Module) -> KVLayerInfo:
             and getattr(projection, "bias", None) is None
             and tuple(projection.weight.shape) == (call.num_heads * (nope + value), latent)
         )
-        if fits and groups != 1:
+        # With more of them than heads (the default of DeepSeek-V3's class, in a small model) there are no groups, and
+        # transformers runs it.
+        if fits and groups > 1:
             raise UnsupportedModelError(
                 f"config.json says num_key_value_heads={call.num_heads // groups} for {call.num_heads} heads, but of "
                 "latents every head has keys of its own; transformers does not run it either"

@@ -226,8 +226,9 @@ class Conversions:
             unset = value.isnan() if value.is_floating_point() else value == _unset(value.dtype)
             if value.device.type == "meta" or (value.dtype != torch.bool and bool(unset.any())):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__}: buffer {name} is in no checkpoint and "
-                    "transformers does not compute it after loading"
+                    f"{type(model).__name__}: buffer {name} is in no checkpoint, and transformers does not compute it "
+                    "after loading, or computes what is no number (look at rope_parameters in config.json if it is a "
+                    "rotary embedding's)"
                 )
 
 

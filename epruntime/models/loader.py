@@ -25,6 +25,7 @@ from epruntime.models.info import KVLayerInfo, ModelInfo, RopeLengths
 from epruntime.models.loaded import LoadedModel, LoadReport
 from epruntime.models.probe import Probe, features_of, run_probe
 from epruntime.models.safetensors import RangeReader
+from epruntime.models.unread import check_all_read
 from epruntime.models.weights import ExpertShard, WeightPlan
 from epruntime.moe.types import ExpertWeights, StepContext
 
@@ -125,7 +126,9 @@ def _examine(model: Any, config: Any, *, where: str) -> _Structure:
                 "through the attention interface; the others cannot be served"
             )
     except UnsupportedModelError as error:
-        raise refusal.explained(config.model_type, error) from error
+        if (explained := refusal.explained(config.model_type, error)) is None:
+            raise
+        raise explained from error
     unused = sorted(set(experts) - set(probe.top_k))
     if unused:
         raise UnsupportedModelError(f"{where}: {', '.join(unused)} are not reached through the experts interface")
@@ -161,6 +164,8 @@ def _draw(path: Path, dtype: str) -> _Blueprint:
     architecture = refusal.check_architecture(path, config, raw)
     checkpoint = open_checkpoint(path, raw)
     refusal.check_sizes(path, language, len(checkpoint.tensors))
+    refusal.check_shared_keys(path, language)
+    check_all_read(path, config, raw)
     torch_dtype = _pick_dtype(path, dtype, config, checkpoint)
     model = adapter.build_meta_model(config, torch_dtype)
     structure = _examine(model, config, where=str(path))

@@ -189,6 +189,16 @@ def check_sizes(path: Path, config: Any, num_tensors: int) -> None:
         )
 
 
+def check_shared_keys(path: Path, config: Any) -> None:
+    """Refuses layers that attend to the keys and values of another one."""
+    count = getattr(config, "num_kv_shared_layers", None)
+    if count:
+        raise UnsupportedModelError(
+            f"{path}: config.json says num_kv_shared_layers={count}: layers that attend to the keys and values of "
+            "another one are not served"
+        )
+
+
 def check_num_experts(path: Path, num_experts: int, num_elements: int) -> None:
     """Refuses more experts than there are numbers in the files, before anything is made for each expert.
 
@@ -257,10 +267,10 @@ def check_has_experts(model: torch.nn.Module, config: Any, experts: dict[str, to
     )
 
 
-def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModelError:
-    """What the probe refused, with what is known of a type that is served in part."""
+def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModelError | None:
+    """What the probe refused, with what is known of a type that is served in part; None of other types."""
     if model_type not in PARTLY:
-        return error
+        return None
     return UnsupportedModelError(
         f"{model_type} is served with {PARTLY[model_type]}; of this model that is not true: {REFUSED_PART[model_type]} "
         f"({error})"
@@ -269,7 +279,14 @@ def explained(model_type: str, error: UnsupportedModelError) -> UnsupportedModel
 
 def check_windows(path: Path, config: Any, probe: Probe) -> None:
     """Refuses a window that transformers' cache has and its masks have not: its tokens depend on which one rules."""
-    for number, (cached, call) in enumerate(zip(DynamicCache(config=config).layers, probe.attention, strict=False)):
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception as error:  # it reads fields that a configuration of this kind need not have
+        raise UnsupportedModelError(
+            f"{path}: transformers makes no cache for layers of the types that config.json says (layer_types), so that "
+            f"it does not generate either; a field that they need is missing or null: {type(error).__name__}: {error}"
+        ) from error
+    for number, (cached, call) in enumerate(zip(layers, probe.attention, strict=False)):
         if getattr(cached, "is_sliding", False) and call.visibility == Visibility():
             raise UnsupportedModelError(
                 f"{path}: config.json says sliding_window={getattr(config, 'sliding_window', None)}, and in layer "

@@ -34,7 +34,7 @@ def visibility_of(sees: Callable[[int, int], bool]) -> Visibility:
     if not sees(0, 0):
         raise UnsupportedModelError(
             "the attention mask is neither full, nor a window, nor chunks: a token does not see its own key (a "
-            "sliding_window of 0 hides every key; null stands for no window)"
+            "sliding_window of 0 or less hides every key; null stands for no window)"
         )
 
     def first_seen(q: int) -> int:
