@@ -55,6 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         self._knock: _Knock | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
+        self._messages_ended = False
         self._end = "closed by the peer"
         self.info: RankInfo | None = None
         self.channel = CONTROL
@@ -77,9 +78,11 @@ class Connection(asyncio.BufferedProtocol):
         """Sends a message; `generation` is added unless it is there.
 
         Raises:
-            ConnectionClosedError: the rank is gone.
+            ConnectionClosedError: the rank is gone, or was sent its last message.
             ProtocolError: the message cannot be packed or exceeds the frame limit; nothing was sent.
         """
+        if self.is_open and self._messages_ended:
+            raise ConnectionClosedError(f"{self}: the last message on the control connection was sent before this one")
         if not self.is_open:
             raise ConnectionClosedError(f"{self}: the control connection is closed ({self._end})")
         if message["type"] == "configure":
@@ -92,6 +95,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def end_messages(self) -> None:
         """Sends what is still buffered, and nothing after it; goes on reading until the other side ends."""
+        self._messages_ended = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
 

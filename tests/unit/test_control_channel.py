@@ -389,6 +389,9 @@ def test_a_last_word_comes_through_whatever_is_unread(tmp_path) -> None:
                 client.send({"type": "early"})  # this loop, which does not run in between, has not read it
                 connection.send({"type": "end"})
                 connection.end_messages()
+                connection.end_messages()
+                with pytest.raises(ConnectionClosedError, match="rank 0 on host h: the last message"):
+                    connection.send({"type": "too late"})
                 client.send({"type": "late"})
                 assert client.recv()["type"] == "end"
                 with pytest.raises(ConnectionClosedError, match="closed the connection"):
