@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -195,7 +196,8 @@ class TorchrunLauncher(Launcher):
 
     async def release(self) -> None:
         links, self._links = self._links, []
-        await self._hub.call(self._hub.give_back(links))
+        with contextlib.suppress(LaunchError):  # the job has ended: they are nobody's any more
+            await self._hub.call(self._hub.give_back(links))
 
 
 async def _result(future: asyncio.Future[None]) -> None:

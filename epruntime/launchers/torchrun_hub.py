@@ -9,6 +9,7 @@ last one. Their signals become this process's own.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -38,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 _TAIL_LINES = 20
 #: seconds for last messages to leave.
 _FAREWELL_S = 2.0
+_ENDED = "the job has ended, and torchrun's workers with it"
 
 
 class Order:
@@ -110,6 +112,7 @@ class SupervisorHub:
         self._numbers = itertools.count(1)
         self._meeting: MeetingPoint | None = None
         self._closed = False
+        self._lock, self._ended = threading.Lock(), False
         self.host = LOOPBACK
         self.exit_code = 0
         self.cause = ""
@@ -139,22 +142,50 @@ class SupervisorHub:
         if not self._closed and self._thread.is_alive():
             self._closed = True
             self.run(self._close())
+            with self._lock:
+                self._ended = True
+            asyncio.run_coroutine_threadsafe(self._end_calls(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_FAREWELL_S)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine on the hub's loop; called in another thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """The result of a coroutine on the hub's loop; called in another thread.
+
+        Raises:
+            LaunchError: the hub is closed, or was meanwhile.
+        """
+        return self._begin(work).result()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """As `run`, for a caller on another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self._begin(work))
 
     def call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls it on the hub's loop, from any thread."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._lock:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(self._unless_ended(work), self._loop)
+        work.close()
+        raise LaunchError(_ENDED)
+
     # on the hub's loop
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._ended:
+                raise LaunchError(_ENDED) from None
+            raise
+
+    async def _end_calls(self) -> None:
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def seats(self, num_ranks: int, timeout_s: float) -> list[Link]:
         """Takes the first `num_ranks` supervisors that are free, in rank order, which is host order.
