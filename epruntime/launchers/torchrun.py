@@ -86,7 +86,7 @@ def _coordinate(letter: CoordinatorLetter, main: Callable[[], int | None]) -> in
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminated)  # so that `with` blocks and exit functions run
     hub = SupervisorHub(letter.worker, job_secret=take_job_secret(os.environ))
-    hub.exit_code = 1
+    hub.exit_code, words = 1, ""
     remembering = torchrun_cause.RememberingStream(sys.stderr)
     sys.stderr = remembering
     atexit.register(hub.close)  # first, so that it runs last: what `main` left open is closed through it
@@ -95,14 +95,14 @@ def _coordinate(letter: CoordinatorLetter, main: Callable[[], int | None]) -> in
 
     def tell_why() -> None:
         if hub.exit_code:
-            hub.cause = remembering.cause()
+            hub.cause = words or remembering.cause()
             torchrun_cause.leave(letter.worker.error_file, hub.cause)
 
     atexit.register(tell_why)  # after whatever Python prints of an exception, and before the hub's own end
     try:
         hub.exit_code = main() or 0
     except SystemExit as leaving:
-        hub.exit_code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        hub.exit_code, words = torchrun_cause.of_exit(leaving)
         raise
     except KeyboardInterrupt:
         hub.exit_code = 128 + signal.SIGINT

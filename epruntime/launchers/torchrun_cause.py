@@ -40,6 +40,13 @@ class RememberingStream:
         return cause_in(self._tail)
 
 
+def of_exit(leaving: SystemExit) -> tuple[int, str]:
+    """Exit code and cause of `sys.exit(...)`, which takes a code, or words that Python prints, with code 1."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0, ""
+    return 1, " ".join(str(leaving.code).split())[:_CAUSE_CHARS]
+
+
 def leave(error_file: str, cause: str) -> None:
     """Leaves the cause where the supervisor finds it that has started this coordinator: beside the file in which
     torchrun wants to be told of errors. A job may fail before the supervisors and the coordinator have met."""

@@ -17,6 +17,8 @@ from epruntime.launchers.torchrun import run_coordinator
 def main():
     if sys.argv[1] == "raises":
         raise LaunchError("no room for 9 ranks")
+    if sys.argv[1] == "exits":
+        sys.exit("there is no room for 9 ranks")
     print("epruntime: no room for 9 ranks", file=sys.stderr)
     return 3
 
@@ -24,7 +26,7 @@ run_coordinator(main)
 """
 
 
-@pytest.mark.parametrize("how", ["raises", "says"])
+@pytest.mark.parametrize("how", ["raises", "says", "exits"])
 def test_the_cause_is_in_the_summary(tmp_path, how):
     program = tmp_path / "job.py"
     program.write_text(PROGRAM)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from epruntime.launchers.torchrun_cause import RememberingStream, cause_in
+from epruntime.launchers.torchrun_cause import RememberingStream, cause_in, of_exit
 
 TRACE = """Traceback (most recent call last):
   File "job.py", line 3, in main
@@ -50,3 +50,18 @@ def test_the_stream_is_that_stream_and_remembers_the_end():
     assert stream.cause() == "epruntime: in two pieces"
     assert len(stream._tail) <= 16_384
     assert not stream.isatty()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (None, (0, "")),
+        (0, (0, "")),
+        (3, (3, "")),
+        ("no such model:\n  x", (1, "no such model: x")),
+        (["a"], (1, "['a']")),
+        ("x" * 10_000, (1, "x" * 600)),
+    ],
+)
+def test_what_sys_exit_is_given(code, told):
+    assert of_exit(SystemExit(code)) == told
