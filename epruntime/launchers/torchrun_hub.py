@@ -28,7 +28,7 @@ from epruntime.comm.frames import Message
 from epruntime.comm.interfaces import coordinator_address
 from epruntime.errors import ConfigError, ConnectionClosedError, LaunchError, ProtocolError
 from epruntime.launchers.torchrun_environment import TorchrunWorker
-from epruntime.launchers.torchrun_meeting import MeetingLetter, MeetingPoint
+from epruntime.launchers.torchrun_meeting import LastLetter, MeetingLetter, MeetingPoint
 from epruntime.words import counted
 
 logger = logging.getLogger("epruntime.launchers.torchrun_hub")
@@ -141,7 +141,9 @@ class SupervisorHub:
         """Tells the supervisors that the job has ended with `exit_code`. Safe to call again."""
         if not self._closed and self._thread.is_alive():
             self._closed = True
-            self.run(self._close())
+            self.run(self._say_the_end())
+            self._leave_last_letter()
+            self.run(self._close_links())
             with self._lock:
                 self._ended = True
             asyncio.run_coroutine_threadsafe(self._end_calls(), self._loop).result()
@@ -255,22 +257,34 @@ class SupervisorHub:
             self._server.expect(rank, self.worker.restart_count)
         return await self._server.listen_tcp(self.host)
 
-    async def _close(self) -> None:
-        joined = [link for link in self._joined if not link.gone]
-        for link in joined:
-            link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0, "cause": self.cause})
-            if link.rank == self.worker.rank:
-                link.connection.close("the job has ended")  # the supervisor of this process waits for its exit
-            else:
-                # closed on this side with something unread, the connection would be reset, and the word lost
-                link.connection.end_messages()
+    async def _say_the_end(self) -> None:
         self._server.close_listeners()
+        for link in self._joined:
+            self._say_the_end_to(link)
+
+    def _say_the_end_to(self, link: Link) -> None:
+        link.tell({"type": "end", "code": self.exit_code, "stopped": self._num_signals > 0, "cause": self.cause})
+        # closed on this side with something unread, the connection would be reset, and the word lost
+        link.connection.end_messages()
+
+    def _leave_last_letter(self) -> None:
+        """For supervisors that have not joined. In the caller's thread: the store blocks, and this process may have no
+        new threads any more.
+
+        None is left of a job that was stopped: its agents end, and the store with them, or start all anew, perhaps with
+        the restart count of before, and this letter would end that job.
+        """
+        if self._meeting is not None and not self._num_signals and len(self._joined) < self.worker.world_size:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could read this
+                self._meeting.post(LastLetter(code=self.exit_code, cause=self.cause, host=socket.gethostname()))
+
+    async def _close_links(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
-                while any(not link.gone for link in joined):
+                while any(not link.gone for link in self._joined):
                     self._changed.clear()
                     await self._changed.wait()
-        for link in joined:
+        for link in self._joined:
             link.connection.close("the job has ended")
 
     def _is_free(self, rank: int) -> bool:
@@ -282,6 +296,8 @@ class SupervisorHub:
         self._joined.append(link)
         connection.on_message = lambda message: self._take(link, message)
         connection.on_close = lambda reason: self._lost(link, reason)
+        if self._closed:
+            self._say_the_end_to(link)
 
     def _take(self, link: Link, message: Message) -> None:
         kind = message["type"]
@@ -290,7 +306,7 @@ class SupervisorHub:
             link.group, link.affinity, link.cores = message["group"], frozenset(message["affinity"]), message["cores"]
             self._links[link.rank] = link
             self._changed.set()
-            if len(self._links) == self.worker.world_size:
+            if len(self._links) == self.worker.world_size and not self._closed:
                 self._all_here()
         elif kind == "signal":
             if message["count"] > self._num_signals:  # the agents of all hosts hand on what is one wish

@@ -1,6 +1,6 @@
 """SupervisorLink: a supervisor's connection to the coordinator, on an asyncio loop that it never blocks.
 
-coordinator: spawn(id, bootstrap, nonce), terminate(id), kill(id), end(code, stopped)
+coordinator: spawn(id, bootstrap, nonce), terminate(id), kill(id), end(code, stopped, cause)
 supervisor: here(facts), spawned(id, pid), failed(id, reason), line(id, text), exited(id, how), signal(number, count)
 
 Frames and proofs are those of the control channel (epruntime/comm); a supervisor's slot is its torchrun rank, and its
@@ -46,9 +46,13 @@ class SupervisorLink:
         if not (droppable and self._outbox.qsize() > _MAX_WAITING):
             self._outbox.put(message)
 
+    def end_soon(self) -> None:
+        """Ends the connection as soon as what waits is sent."""
+        self._outbox.put(None)
+
     def close(self, timeout_s: float) -> None:
         """Sends what waits, for up to `timeout_s` seconds, and ends the connection."""
-        self._outbox.put(None)
+        self.end_soon()
         self._sender.join(timeout_s)
         self._client.close()
 
@@ -56,6 +60,7 @@ class SupervisorLink:
         with contextlib.suppress(ConnectionClosedError, ProtocolError):  # the receiver tells that it is gone
             while (message := self._outbox.get()) is not None:
                 self._client.send(message)
+            self._client.close()
 
     def _receive(self) -> None:
         try:

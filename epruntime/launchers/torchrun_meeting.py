@@ -1,6 +1,7 @@
 """Where the processes of a torchrun job meet: torchrun's own TCPStore, in which the coordinator leaves a letter.
 
 coordinator: post(letter) -> store <- messenger (a child of each supervisor) -> letter, as a line -> supervisor
+             post(last letter), if it ends before all supervisors have joined -> ... those that have not end, too
 
 The messenger is a process of its own: reaching the store takes torch, which takes a second and 200 MB, and a supervisor
 lives for as long as the job. The store has no authentication: whoever reaches it can read the letter.
@@ -9,6 +10,7 @@ lives for as long as the job. The store has no authentication: whoever reaches i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -52,17 +54,34 @@ class MeetingLetter:
     def __repr__(self) -> str:
         return f"MeetingLetter({self.address}, {self.host})"
 
-    def to_bytes(self) -> bytes:
-        return bytes(msgpack.packb({"address": self.address, "host": self.host, "secret": self.secret}))
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> MeetingLetter:
-        """Raises ProtocolError: not a letter."""
-        try:
-            fields: dict[str, Any] = msgpack.unpackb(data)
-            return cls(**fields)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"the letter in torchrun's store, {len(data)} bytes, is unreadable") from error
+@dataclass(frozen=True, kw_only=True)
+class LastLetter:
+    """How the job has ended: in place of the other one, for supervisors that come when the coordinator has left.
+
+    Attributes:
+        code: exit code; cause: why, "" if that is not known; host: of the coordinator.
+    """
+
+    code: int
+    cause: str
+    host: str
+
+
+Letter = MeetingLetter | LastLetter
+
+
+def write_letter(letter: Letter) -> bytes:
+    return bytes(msgpack.packb(dataclasses.asdict(letter)))
+
+
+def read_letter(data: bytes) -> Letter:
+    """Raises ProtocolError: not a letter."""
+    try:
+        fields: dict[str, Any] = msgpack.unpackb(data)
+        return LastLetter(**fields) if "code" in fields else MeetingLetter(**fields)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"the letter in torchrun's store, {len(data)} bytes, is unreadable") from error
 
 
 class MeetingPoint:
@@ -96,8 +115,9 @@ class MeetingPoint:
     def of(cls, worker: TorchrunWorker, *, hosts_it: bool = False) -> MeetingPoint:
         return cls(worker.store_host, worker.store_port, worker.prefix, hosts_it=hosts_it)
 
-    def post(self, letter: MeetingLetter) -> None:
-        self._store.set(_KEY, letter.to_bytes().hex())
+    def post(self, letter: Letter) -> None:
+        """Raises RuntimeError: the store is gone."""
+        self._store.set(_KEY, write_letter(letter).hex())
 
     def remove(self) -> None:
         """Takes the letter away; nothing to do if there is none, or no store any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -17,7 +18,16 @@ from epruntime.errors import HandshakeError, LaunchError
 from epruntime.launchers.caller_thread import CallerThread
 from epruntime.launchers.import_path import import_path
 from epruntime.launchers.torchrun_environment import TorchrunWorker
-from epruntime.launchers.torchrun_meeting import LETTER, MODULE, REASON, MeetingLetter, messenger_input
+from epruntime.launchers.torchrun_meeting import (
+    LETTER,
+    MODULE,
+    REASON,
+    LastLetter,
+    Letter,
+    MeetingLetter,
+    messenger_input,
+    read_letter,
+)
 
 logger = logging.getLogger("epruntime.launchers.torchrun_search")
 
@@ -44,11 +54,15 @@ class CoordinatorSearch:
     def __init__(self, worker: TorchrunWorker, *, job_secret: bytes | None) -> None:
         self._worker, self._job_secret = worker, job_secret
         self._host = socket.gethostname()
-        self._newest: asyncio.Future[MeetingLetter] = asyncio.get_running_loop().create_future()
+        self._newest: asyncio.Future[Letter] = asyncio.get_running_loop().create_future()
         self._last_error = ""
 
-    async def run(self) -> Found:
-        """Raises LaunchError, HandshakeError: not found, or not let in; says what was tried."""
+    async def run(self) -> Found | LastLetter:
+        """The coordinator, or how the job ended before it was found.
+
+        Raises:
+            LaunchError, HandshakeError: not found, or not let in; says what was tried.
+        """
         messenger = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
@@ -79,7 +93,7 @@ class CoordinatorSearch:
             if line.startswith(REASON):
                 reason = line.removeprefix(REASON).strip()
             elif line.startswith(LETTER):
-                letter = MeetingLetter.from_bytes(bytes.fromhex(line.removeprefix(LETTER)))
+                letter = read_letter(bytes.fromhex(line.removeprefix(LETTER)))
                 if self._newest.done():
                     self._newest = asyncio.get_running_loop().create_future()
                 self._newest.set_result(letter)
@@ -87,18 +101,20 @@ class CoordinatorSearch:
                 logger.debug("messenger: %s", line.rstrip())
         return reason
 
-    async def _connect(self) -> Found:
+    async def _connect(self) -> Found | LastLetter:
         """Tries the newest letter again and again: a coordinator of an earlier start may have left an old one."""
         connector = CallerThread("epruntime-connect")
         tried: MeetingLetter | None = None
         refused_since = 0.0
         while True:
             letter = await asyncio.shield(self._newest)
+            if isinstance(letter, LastLetter):
+                return letter
             if letter != tried:
                 tried, refused_since = letter, 0.0
             secret = self._secret(letter)
             try:
-                client = await connector.run(lambda: self._attempt(letter, secret))  # noqa: B023 - awaited here
+                client = await connector.run(functools.partial(self._attempt, letter, secret))
             except HandshakeError as error:
                 if error.__cause__ is None:  # it was reached, and does not want this one
                     refused_since = refused_since or time.monotonic()

@@ -40,6 +40,7 @@ from epruntime.launchers.torchrun_environment import (
     take_job_secret,
 )
 from epruntime.launchers.torchrun_link import SupervisorLink
+from epruntime.launchers.torchrun_meeting import LastLetter
 from epruntime.launchers.torchrun_search import CoordinatorSearch
 
 logger = logging.getLogger("epruntime.launchers.torchrun_supervisor")
@@ -91,7 +92,7 @@ class Supervisor:
         self._ranks: dict[int, LocalProcess] = {}
         self._spawning: dict[int, asyncio.Task[None]] = {}
         self._num_signals = 0
-        self._stopped = False
+        self._told_of_end = self._stopped = False
 
     async def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Lives until the job ends; returns the exit code of this process.
@@ -167,21 +168,34 @@ class Supervisor:
         except EPRuntimeError as error:
             self._give_up(1, str(error))
             return
+        if isinstance(found, LastLetter):
+            self._ended(found.code, found.cause, found.host)
+            return
         self._secret, self._coordinator_host = found.secret, found.host
         self._link = SupervisorLink(found.client, on_message=self._take, on_closed=self._closed)
         affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         here = {"group": self._worker.group_rank, "affinity": affinity, "cores": usable_cores()}
-        self._link.send({"type": "here", **here})
+        self._tell({"type": "here", **here})
 
     def _closed(self, reason: str) -> None:
-        """The coordinator is gone, or out of reach, without having said how the job ended."""
+        """The coordinator is gone, or out of reach; without having said how the job ended, unless we were told."""
         if self._outcome.done():
             return
         words = f"the coordinator on host {self._coordinator_host} is gone: {reason}"
         if self._coordinator is not None:
             for process in self._ranks.values():
                 process.kill()
-        self._give_up(EXIT_ORPHANED, words)
+        if not self._told_of_end:
+            self._give_up(EXIT_ORPHANED, words)
+
+    def _ended(self, code: int, cause: str, host: str) -> None:
+        """The job has, says the coordinator. Where that is a child of ours its exit is the end, whenever it comes."""
+        self._told_of_end = True
+        if self._worker.rank != 0:
+            words = f"the coordinator on host {host} ended with exit code {code}"
+            self._end(code, words + (f": {cause}" if cause else "; its output there shows why"))
+        elif self._link is not None:
+            self._link.end_soon()  # the coordinator waits for that
 
     def _give_up(self, code: int, reason: str) -> None:
         """Ends without a word from the coordinator. If it is a child of ours its exit code tells more, if it comes."""
@@ -206,11 +220,7 @@ class Supervisor:
                 (process.terminate if kind == "terminate" else process.kill)()
         elif kind == "end":
             self._stopped = message["stopped"]
-            if self._coordinator is None:  # where it is a child of ours, its exit is the end
-                words = f"the coordinator on host {self._coordinator_host} ended with exit code {message['code']}" + (
-                    f": {message['cause']}" if message["cause"] else "; its output there shows why"
-                )
-                self._end(message["code"], words)
+            self._ended(message["code"], message["cause"], self._coordinator_host)
 
     async def _spawn(self, order: int, letter: bytes, nonce: bytes) -> None:
         try:
@@ -252,7 +262,9 @@ class Supervisor:
     def _signalled(self, number: signal.Signals) -> None:
         """torchrun's agent, or whoever stops it, wants the job to end: the coordinator decides how."""
         self._num_signals += 1
-        if self._link is not None:
+        if self._told_of_end:
+            logger.info("%s: the job ends already", number.name)
+        elif self._link is not None:
             self._tell({"type": "signal", "number": int(number), "count": self._num_signals})
         elif self._coordinator is not None:
             if self._coordinator.returncode is None:

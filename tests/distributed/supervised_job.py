@@ -17,11 +17,12 @@ from epruntime.testing.patience import PATIENCE_S
 
 START_S = 60.0
 
-#: a supervisor as torchrun's workers are, with ranks that need no torch; worker 0's coordinator does nothing
+#: a supervisor as torchrun's workers are, with ranks that need no torch; worker 0's coordinator does nothing, by itself
 SUPERVISOR = """
 import asyncio, functools, os, sys
 from epruntime.launchers import torchrun_search, torchrun_supervisor
 torchrun_search._REFUSED_S = 1.0
+torchrun_supervisor._CLOSE_S = 1.0
 torchrun_supervisor.LocalLauncher = functools.partial(
     torchrun_supervisor.LocalLauncher, entry_module="epruntime.testing.echo_rank")
 from epruntime.launchers.torchrun_environment import TorchrunWorker, forget_torchrun, take_job_secret
@@ -31,7 +32,7 @@ async def run():
     worker = TorchrunWorker.of(os.environ)
     forget_torchrun(os.environ)
     supervisor = Supervisor(worker, job_secret=take_job_secret(os.environ))
-    return await supervisor.run(["sleep", "600"], os.environ)
+    return await supervisor.run(["sh", "-c", os.environ.get("COORDINATOR", "exec sleep 600")], os.environ)
 
 sys.exit(asyncio.run(run()))
 """

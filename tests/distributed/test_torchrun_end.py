@@ -1,17 +1,30 @@
-"""How supervisors and what uses them hear of the end of a torchrun job; without torchrun."""
+"""How supervisors, and what uses them, hear of the end of a torchrun job, or tell of it; without torchrun."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from supervised_job import START_S, job
+from supervised_job import START_S, Job, job
 
 from epruntime.errors import LaunchError
 from epruntime.launchers.pool import RankPool
 from epruntime.launchers.torchrun import TorchrunLauncher
+from epruntime.launchers.torchrun_meeting import LastLetter, MeetingLetter, MeetingPoint, read_letter
 from epruntime.testing.patience import PATIENCE_S
+
+
+def until(condition: Callable[[], object], seconds: float = START_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_ranks_that_outlive_the_hub_can_be_stopped(caplog):
@@ -46,3 +59,71 @@ def test_who_waits_for_workers_when_the_hub_is_closed_is_told():
         it.hub.close()
         waiting.join(PATIENCE_S)
     assert len(told) == 1
+
+
+def letter(it: Job) -> MeetingLetter | LastLetter:
+    found = MeetingPoint.of(it.hub.worker).look(PATIENCE_S)
+    assert found is not None
+    return read_letter(found)
+
+
+def test_a_worker_that_comes_when_the_job_has_ended_is_told_how():
+    with job(3) as it:
+        it.supervise(1)
+        until(lambda: 1 in it.hub._links)
+        it.hub.cause = "LaunchError: no room"
+        it.hub.close()
+        assert it.processes[1].wait(PATIENCE_S) == 5
+        assert letter(it) == LastLetter(code=5, cause="LaunchError: no room", host=socket.gethostname())
+        it.supervise(2)
+        words = it.words(2)
+    assert it.processes[2].returncode == 5
+    assert f"the coordinator on host {socket.gethostname()} ended with exit code 5: LaunchError: no room" in words
+
+
+def test_a_worker_that_joins_while_the_hub_closes_is_told():
+    with job(2) as it:
+        it.supervise(0)
+        until(lambda: 0 in it.hub._links)
+        it.hub._closed = True  # as while close() runs
+        it.supervise(1)
+        assert it.processes[1].wait(PATIENCE_S) == 5
+        assert isinstance(letter(it), MeetingLetter)  # none is taken away, which needs a thread, or was a last one
+        it.hub._closed = False
+
+
+def test_a_job_that_was_stopped_or_had_all_workers_leaves_no_last_letter():
+    with job(2) as it:
+        it.supervise(1)
+        until(lambda: 1 in it.hub._links)
+        it.processes[1].send_signal(signal.SIGTERM)
+        until(lambda: it.signals == [signal.SIGTERM])
+        it.hub.close()
+        assert isinstance(letter(it), MeetingLetter)
+    with job(1) as it:
+        it.supervise(0)
+        until(lambda: 0 in it.hub._links)
+        it.hub.close()
+        assert MeetingPoint.of(it.hub.worker).look(0.1) is None
+
+
+def test_the_last_letter_of_an_earlier_start_ends_no_later_one():
+    with job(1, restart_count=1) as it:
+        before = replace(it.hub.worker, restart_count=0)
+        MeetingPoint.of(before).post(LastLetter(code=3, cause="", host="before"))
+        it.supervise(0, TORCHELASTIC_RESTART_COUNT="1")
+        until(lambda: 0 in it.hub._links)
+
+
+def test_a_coordinator_that_has_said_the_end_may_take_its_time(tmp_path):
+    done = tmp_path / "done"
+    with job(1) as it:
+        it.supervise(0, COORDINATOR=f"trap 'exit 9' TERM; until [ -e {done} ]; do sleep 0.1; done; exit 7")
+        until(lambda: 0 in it.hub._links)
+        it.hub.close()
+        assert it.hub._links[0].gone == "closed by the peer"  # it has heard, and nobody waits for it any longer
+        it.processes[0].send_signal(signal.SIGTERM)  # wants the job to end, as it does
+        time.sleep(2.5)
+        assert it.processes[0].poll() is None
+        done.touch()
+        assert it.processes[0].wait(PATIENCE_S) == 7

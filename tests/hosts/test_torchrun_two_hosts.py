@@ -212,6 +212,34 @@ def test_one_endpoint_again_and_stopping_one_host_stops_all(hosts, tmp_path):
             free_of_processes(host)
 
 
+#: ends while other workers still look for it
+EARLY = """
+import sys
+from epruntime.launchers.torchrun import run_coordinator
+
+def main():
+    print("main", flush=True)
+    sys.exit(int(sys.argv[1]))
+
+run_coordinator(main)
+"""
+
+
+# With c10d the agents may count a restart apart, so how often they start all anew is not told here.
+@pytest.mark.parametrize(("meet", "code", "restarts"), [(static, 0, 0), (static, 3, 1), (c10d, 0, 0), (c10d, 3, 0)])
+def test_a_program_that_ends_at_once_ends_the_job(hosts, tmp_path, meet, code, restarts):
+    program = tmp_path / "program.py"
+    program.write_text(EARLY)
+    options = ["--nproc-per-node", "1", "--max-restarts", str(restarts), *meet(hosts)]
+    began = time.monotonic()
+    with jobs(hosts, options, [str(program), str(code)]) as both:
+        assert [job.wait(START_S) for job in both] == [int(code > 0)] * 2, "\n".join(job.output for job in both)
+    assert time.monotonic() - began < soon(60)
+    assert sum(job.lines.count("main") for job in both) == 1 + restarts
+    for host in hosts:
+        free_of_processes(host)
+
+
 def wait_for_any(line: str, both: list[TorchrunJob]) -> None:
     """Until one of them has printed this line: c10d decides where worker 0 is."""
     deadline = time.monotonic() + START_S
