@@ -66,6 +66,7 @@ class CoordinatorSearch:
         messenger = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
+            start_new_session=True,  # torchrun's agent signals process groups, and the search goes on
         )  # fmt: skip
         reading = asyncio.ensure_future(self._read(messenger))
         connecting = asyncio.ensure_future(self._connect())

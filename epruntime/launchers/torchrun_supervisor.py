@@ -36,6 +36,7 @@ from epruntime.launchers.local import LocalLauncher, LocalProcess, exit_text
 from epruntime.launchers.torchrun_environment import (
     CoordinatorLetter,
     TorchrunWorker,
+    drain_timeout_s,
     forget_torchrun,
     take_job_secret,
 )
@@ -45,6 +46,8 @@ from epruntime.launchers.torchrun_search import CoordinatorSearch
 
 logger = logging.getLogger("epruntime.launchers.torchrun_supervisor")
 
+#: seconds within which the coordinator must be found to be told of a signal.
+_DELIVER_S = 10.0
 #: seconds that the coordinator on this host gets to end when the link to it is gone, and after SIGTERM; that killed
 #: processes get to be gone; that last messages get to leave.
 _CLOSE_S, _TERMINATE_S, _KILL_S, _FAREWELL_S = 10.0, 5.0, 5.0, 1.0
@@ -91,7 +94,7 @@ class Supervisor:
         self._link: SupervisorLink | None = None
         self._ranks: dict[int, LocalProcess] = {}
         self._spawning: dict[int, asyncio.Task[None]] = {}
-        self._num_signals = 0
+        self._num_signals, self._signal = 0, signal.SIGTERM
         self._told_of_end = self._stopped = False
 
     async def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -176,6 +179,8 @@ class Supervisor:
         affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         here = {"group": self._worker.group_rank, "affinity": affinity, "cores": usable_cores()}
         self._tell({"type": "here", **here})
+        if self._num_signals:
+            self._hand_on_signal()
 
     def _closed(self, reason: str) -> None:
         """The coordinator is gone, or out of reach; without having said how the job ended, unless we were told."""
@@ -261,16 +266,27 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """torchrun's agent, or whoever stops it, wants the job to end: the coordinator decides how."""
-        self._num_signals += 1
+        self._num_signals, self._signal = self._num_signals + 1, number
         if self._told_of_end:
             logger.info("%s: the job ends already", number.name)
         elif self._link is not None:
-            self._tell({"type": "signal", "number": int(number), "count": self._num_signals})
-        elif self._coordinator is not None:
-            if self._coordinator.returncode is None:
-                self._coordinator.send_signal(number)
+            self._hand_on_signal()
+        elif self._num_signals == 1:
+            self._loop.call_later(min(_DELIVER_S, drain_timeout_s() / 2), self._not_delivered)
         else:
-            self._end(128 + number, f"stopped by {number.name} before the coordinator was found")
+            self._not_delivered()
+
+    def _hand_on_signal(self) -> None:
+        self._tell({"type": "signal", "number": int(self._signal), "count": self._num_signals})
+
+    def _not_delivered(self) -> None:
+        """Of the whole job only what is here can be told to end."""
+        if self._link is not None or self._told_of_end:
+            return
+        if self._coordinator is None:
+            self._end(128 + self._signal, f"stopped by {self._signal.name} before the coordinator was found")
+        elif self._coordinator.returncode is None:
+            self._coordinator.send_signal(self._signal)
 
     def _tell_torchrun(self, reason: str) -> None:
         """The reason appears in the summary that torchrun prints."""

@@ -62,6 +62,7 @@ class Job:
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISOR], env={**os.environ, **self.environment, **mine, **environment},
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
             )  # fmt: skip
 
     def words(self, rank: int, timeout_s: float = START_S) -> str:
@@ -70,12 +71,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(world_size: int, **options: object) -> Iterator[Job]:
+def job(world_size: int, *, started: bool = True, **options: object) -> Iterator[Job]:
     made = Job(world_size, **options)
     torchrun_hub.set_hub(made.hub)
     try:
         made.hub.exit_code = 5
-        made.hub.start()
+        if started:
+            made.hub.start()
         yield made
         made.hub.close()
         for rank, process in made.processes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 import pytest
 from supervised_job import START_S, Job, job
 
@@ -17,7 +19,7 @@ from epruntime.errors import LaunchError
 from epruntime.launchers.pool import RankPool
 from epruntime.launchers.torchrun import TorchrunLauncher
 from epruntime.launchers.torchrun_meeting import LastLetter, MeetingLetter, MeetingPoint, read_letter
-from epruntime.testing.patience import PATIENCE_S
+from epruntime.testing.patience import PATIENCE_S, soon
 
 
 def until(condition: Callable[[], object], seconds: float = START_S) -> None:
@@ -127,3 +129,45 @@ def test_a_coordinator_that_has_said_the_end_may_take_its_time(tmp_path):
         assert it.processes[0].poll() is None
         done.touch()
         assert it.processes[0].wait(PATIENCE_S) == 7
+
+
+def searches(it: Job, rank: int) -> None:
+    """Until this worker's supervisor does."""
+    messenger = "epruntime.launchers.torchrun_meeting"
+    process = psutil.Process(it.processes[rank].pid)
+    until(lambda: any(messenger in " ".join(child.cmdline()) for child in process.children()))
+
+
+def stop(it: Job, rank: int) -> None:
+    """As torchrun's agent does, which signals its workers' process groups."""
+    os.killpg(it.processes[rank].pid, signal.SIGTERM)
+
+
+def test_a_signal_before_the_coordinator_is_found_reaches_it():
+    with job(2, started=False) as it:
+        it.supervise(0, 1)
+        for rank in (0, 1):
+            searches(it, rank)
+            stop(it, rank)
+        it.hub.start()
+        until(lambda: len(it.hub._links) == 2)
+        time.sleep(0.2)
+        assert it.signals == [signal.SIGTERM]  # and it is one wish
+
+
+@pytest.mark.parametrize(("grace", "num_signals"), [("9", 1), ("", 2)])
+def test_a_signal_that_cannot_be_delivered_ends_what_is_here(tmp_path, grace, num_signals):
+    with job(2, started=False) as it:
+        why = [tmp_path / "0", tmp_path / "1"]
+        for rank in (0, 1):
+            it.supervise(rank, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=grace, TORCHELASTIC_ERROR_FILE=str(why[rank]))
+            searches(it, rank)
+        began = time.monotonic()
+        for _ in range(num_signals):
+            for rank in (0, 1):
+                stop(it, rank)
+            time.sleep(0.1)
+        assert [it.processes[rank].wait(PATIENCE_S) for rank in (0, 1)] == [128 + signal.SIGTERM] * 2
+        assert "the coordinator, on this host, ended: killed by SIGTERM" in why[0].read_text()
+        assert "stopped by SIGTERM before the coordinator was found" in why[1].read_text()
+        assert time.monotonic() - began < soon(8)

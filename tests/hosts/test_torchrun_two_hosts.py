@@ -212,13 +212,15 @@ def test_one_endpoint_again_and_stopping_one_host_stops_all(hosts, tmp_path):
             free_of_processes(host)
 
 
-#: ends while other workers still look for it
+#: ends while other workers still look for it, or when it is told to
 EARLY = """
-import sys
+import sys, time
 from epruntime.launchers.torchrun import run_coordinator
 
 def main():
     print("main", flush=True)
+    if sys.argv[1] == "waits":
+        time.sleep(600)
     sys.exit(int(sys.argv[1]))
 
 run_coordinator(main)
@@ -236,6 +238,17 @@ def test_a_program_that_ends_at_once_ends_the_job(hosts, tmp_path, meet, code, r
         assert [job.wait(START_S) for job in both] == [int(code > 0)] * 2, "\n".join(job.output for job in both)
     assert time.monotonic() - began < soon(60)
     assert sum(job.lines.count("main") for job in both) == 1 + restarts
+    for host in hosts:
+        free_of_processes(host)
+
+
+def test_stopping_a_host_whose_workers_have_not_come_stops_all(hosts, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(EARLY)
+    with jobs(hosts, ["--nproc-per-node", "1", *static(hosts)], [str(program), "waits"]) as (on_a, on_b):
+        on_a.wait_for("^main", START_S)
+        on_b.signal(signal.SIGTERM)
+        assert [on_a.wait(END_S), on_b.wait(END_S)] == [1, 1], on_a.output + on_b.output
     for host in hosts:
         free_of_processes(host)
 
