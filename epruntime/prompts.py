@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from epruntime.errors import InvalidRequestError
@@ -39,7 +39,8 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
     Raises:
         InvalidRequestError: their number differs, or something else is among them.
     """
-    given = list(params) if isinstance(params, (list, tuple)) else [params] * count
+    one_each = isinstance(params, Iterable) and not isinstance(params, (str, Mapping))
+    given = list(params) if one_each else [params]
     for one in given:
         if not isinstance(one, SamplingParams):
             raise InvalidRequestError(
@@ -47,6 +48,8 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
                 field="sampling_params",
                 value=one,
             )
+    if not one_each:
+        return given * count
     if len(given) != count:
         raise InvalidRequestError(
             f"{count} prompts need as many sampling parameters, or one for all",

@@ -86,7 +86,8 @@ def render(hf: Any, messages: Sequence[dict[str, Any]], keywords: dict[str, Any]
     try:
         with time_limit(TEMPLATE_S):
             text = prompt(form.given(messages))
-            shown = template_marks.shown(prompt(marked), marked)
+            if not form.alters_texts:
+                shown = template_marks.shown(prompt(marked), marked)
     except Overdue:
         if text is None:
             raise InvalidRequestError(

@@ -41,10 +41,12 @@ class Form:
     Attributes:
         in_parts: roles whose text is a list of one part of type text, and not a string.
         developer: the role of the developer's messages.
+        alters_texts: no mark comes out, and texts do count: marks cannot tell what this template shows.
     """
 
     in_parts: frozenset[str] = frozenset()
     developer: str = _DEVELOPER
+    alters_texts: bool = False
 
     def given(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, whose contents are strings, as the template gets them."""
@@ -71,7 +73,7 @@ def read(hf: Any, limit_s: float) -> Form:
     choices = (frozenset(roles) for count in (0, 3, 1, 2) for roles in itertools.combinations(_ROLES, count))
     try:
         with time_limit(limit_s):
-            for choice in map(_in_parts, choices):
+            for choice in (Form(in_parts=roles) for roles in choices):
                 num = sum(len(_shown(hf, choice, roles)) for roles in _CONVERSATIONS)
                 if num > most:
                     form, most = choice, num
@@ -79,15 +81,14 @@ def read(hf: Any, limit_s: float) -> Form:
                     break
             for role in _FURTHER:
                 form = _with_further(hf, form, role)
+            if most == 0 and _alters_texts(hf):
+                logger.warning("the chat template alters texts: what it shows of a message is not looked at")
+                return dataclasses.replace(form, alters_texts=True)
     except Overdue:
         logger.warning("the chat template takes long for small conversations: it may not end for some")
     if most == 0:
         logger.warning("the chat template shows no text of small conversations, in whatever form it is given")
     return form
-
-
-def _in_parts(roles: frozenset[str]) -> Form:
-    return Form(in_parts=roles)
 
 
 def _with_further(hf: Any, form: Form, role: str) -> Form:
@@ -114,3 +115,14 @@ def _shown(hf: Any, form: Form, roles: Sequence[str]) -> set[int]:
     except Exception as error:  # noqa: BLE001  a program that may want other messages than these
         logger.debug("the chat template refuses %s: %s: %s", roles, type(error).__name__, error)
         return set()
+
+
+def _alters_texts(hf: Any) -> bool:
+    """Whether a prompt changes with a user's text, and with nothing else."""
+    chats = [[{"role": "user", "content": text}] for text in ("simple", "sample", "simple")]
+    try:
+        one, other, again = (hf.apply_chat_template(chat, tokenize=False) for chat in chats)
+    except Exception as error:  # noqa: BLE001  a program that may want other messages than these
+        logger.debug("the chat template refuses a user's text: %s: %s", type(error).__name__, error)
+        return False
+    return bool(one == again != other)

@@ -16,6 +16,7 @@ from epruntime.models.safetensors import TensorEntry, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -82,11 +83,16 @@ def read_raw_config(path: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: there is none, or it is no JSON object; an adapter lies there, which nobody would apply.
     """
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is no directory: a model is a directory with config.json and *.safetensors; download it first"
+        )
+    if (path / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter (LoRA, {_ADAPTER}), and adapters are not applied: merge it into its base model "
+            f"(peft's merge_and_unload) and save that; if these weights are the merged ones, remove {_ADAPTER}"
         )
     return read_json(path / "config.json")
 

@@ -223,7 +223,10 @@ class Conversions:
                     owner._init_weights(module)
         for name, (module, buffer) in made.items():
             value = getattr(module, buffer)
-            unset = value.isnan() if value.is_floating_point() else value == _unset(value.dtype)
+            if value.is_floating_point():
+                unset = value.isfinite().logical_not() if name.endswith("inv_freq") else value.isnan()
+            else:
+                unset = value == _unset(value.dtype)
             if value.device.type == "meta" or (value.dtype != torch.bool and bool(unset.any())):
                 raise UnsupportedModelError(
                     f"{type(model).__name__}: buffer {name} is in no checkpoint, and transformers does not compute it "

@@ -93,7 +93,10 @@ def _parts(config: Any, raw: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[s
 
 
 def _of_generate(config: Any) -> list[int]:
-    """Ids that stand in no file: the default of the whole model's `generate`, by the name of the part that writes."""
+    """Ids that stand in no file: the default of the whole model's `generate`, by the name of the part that writes.
+
+    Nobody chose them for a smaller vocabulary: ids beyond it are left out without a word.
+    """
     if text_part.writing_config(config) is config:
         return []
     part = text_part.language_field(type(config)).removesuffix("_config")

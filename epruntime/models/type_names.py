@@ -18,7 +18,7 @@ from epruntime.models.upcycle_config import LLAMA_LIKE
 
 _HEADS = re.compile("for(causallm|conditionalgeneration)$")
 _BETWEEN_WORDS = re.compile(r"[-_.\s]+")
-_LIKENESS = 0.7
+_LIKENESS = 0.8
 
 
 def type_of(name: str, candidates: Sequence[str]) -> str | None:

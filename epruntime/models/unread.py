@@ -5,7 +5,7 @@ They then compute something else than the model was made with, without a word. W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ import transformers
 from epruntime.errors import UnsupportedModelError
 
 #: (model_type, field) -> the value of the field by which the configuration that transformers read computes.
-_COMPUTED_BY: dict[tuple[str, str], Callable[[Any], float]] = {
+_COMPUTED_BY: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("gpt_oss", "swiglu_alpha"): lambda config: _declared(config, "swiglu_alpha", 1.702),
     ("gpt_oss", "swiglu_limit"): lambda config: _declared(config, "swiglu_limit", 7.0),
+    ("mimo_v2_flash", "add_full_attention_sink_bias"): lambda config: False,
+    ("mimo_v2_flash", "add_swa_attention_sink_bias"): lambda config: True,
+    ("mimo_v2_flash", "hybrid_layer_pattern"): lambda config: _marks(config.layer_types, "sliding_attention"),
+    ("mimo_v2_flash", "layernorm_epsilon"): lambda config: config.rms_norm_eps,
+    ("mimo_v2_flash", "moe_layer_freq"): lambda config: _marks(config.mlp_layer_types, "sparse"),
+    ("mimo_v2_flash", "partial_rotary_factor"): lambda config: _rope(config, "full", "partial_rotary_factor"),
+    ("mimo_v2_flash", "rope_theta"): lambda config: _rope(config, "full", "rope_theta"),
     ("mimo_v2_flash", "sliding_window_size"): lambda config: (config.sliding_window or 0) - 1,
-    ("minimax_m2", "rotary_dim"): lambda config: config.head_dim * _rotary_share(config),
+    ("mimo_v2_flash", "swa_rope_theta"): lambda config: _rope(config, "sliding", "rope_theta"),
+    ("minimax_m2", "rotary_dim"): lambda config: int(config.head_dim * _rotary_share(config)),
 }
 
 
@@ -39,7 +47,7 @@ def check_all_read(path: Path, config: Any, raw: Mapping[str, Any]) -> None:
         if raw[field] != counts:
             raise UnsupportedModelError(
                 f"{path}: config.json says {field}={raw[field]!r}, and transformers {transformers.__version__} "
-                f"computes by {counts:g}: it does not read this field of a {model_type}, or another field contradicts "
+                f"computes by {counts}: it does not read this field of a {model_type}, or another field contradicts "
                 "it. A newer version may read it"
             )
 
@@ -47,6 +55,14 @@ def check_all_read(path: Path, config: Any, raw: Mapping[str, Any]) -> None:
 def _rotary_share(config: Any) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
     return float(parameters.get("partial_rotary_factor", 1.0))
+
+
+def _rope(config: Any, kind: str, field: str) -> float:
+    return float(config.rope_parameters[f"{kind}_attention"][field])
+
+
+def _marks(types: Sequence[str], marked: str) -> list[int]:
+    return [int(kind == marked) for kind in types]
 
 
 def _declared(config: Any, field: str, otherwise: float) -> float:

@@ -12,7 +12,7 @@ from saved_model import configure, tensors_of, write
 
 from epruntime.errors import CheckpointError, UnsupportedModelError
 from epruntime.models import text_part
-from epruntime.models.eos import eos_token_ids
+from epruntime.models.eos import end_ids
 from epruntime.models.loader import inspect_model, load_model
 from epruntime.models.small_config import small_config
 from epruntime.testing import tiny_models
@@ -97,9 +97,9 @@ def test_where_its_outputs_end(copied: Path) -> None:
     """The language model's configuration says it, and what `generate` of the whole model hands to the part."""
     (copied / "generation_config.json").unlink()
     assert inspect_model(copied).eos_token_ids == (2,)
-    assert eos_token_ids(small_config(WHOLE, vocab_size=160_000), {}, [2]) == (2, 151645)
-    assert eos_token_ids(small_config(WHOLE), {}, [2]) == (2,)  # no id of so few tokens
-    assert eos_token_ids(small_config(PART, vocab_size=160_000), {}, [2]) == (2,)
+    assert end_ids(small_config(WHOLE, vocab_size=160_000), {}, [2]).ids == (2, 151645)
+    assert end_ids(small_config(WHOLE), {}, [2]).ids == (2,)  # no id of so few tokens
+    assert end_ids(small_config(PART, vocab_size=160_000), {}, [2]).ids == (2,)
 
 
 def test_the_part_that_writes() -> None:

@@ -138,6 +138,35 @@ def test_an_architecture_in_other_letters_is_the_same(tmp_path: Path) -> None:
     _refused(tmp_path, UnsupportedModelError, "PhiMoEForSequenceClassification", "PhimoeForCausalLM only")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("sarvam_moe", "SarvamMoEForCausalLM"), ("sarvam_mla", "SarvamMLAForCausalLM")]
+)
+def test_a_class_that_transformers_serves_by_another_one(model_type: str, architecture: str, tmp_path: Path) -> None:
+    if not tiny_models.available([model_type]):
+        pytest.skip(f"this transformers has no {model_type}")
+    tiny_models.save(tiny_models.build(model_type)[1], tmp_path)
+    _config(tmp_path, architectures=[architecture])
+    assert inspect_model(tmp_path).model_type == model_type
+    _config(tmp_path, architectures=[architecture.replace("CausalLM", "SequenceClassification")])
+    _refused(tmp_path, UnsupportedModelError, "SequenceClassification")
+
+
+def test_a_language_model_by_its_published_name(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.build("kimi_k25")[1], tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    _config(tmp_path, text_config=text | {"model_type": "kimi_k2"})
+    assert inspect_model(tmp_path).model_type == "kimi_k25"
+
+
+def test_an_adapter_beside_the_weights(copy: Path) -> None:
+    """transformers would apply it where peft is installed."""
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    _refused(copy, CheckpointError, "adapter", "merge_and_unload", "remove adapter_config.json")
+    for file in copy.glob("*.safetensors"):
+        file.unlink()
+    _refused(copy, CheckpointError, "adapter", "merge_and_unload")
+
+
 def test_a_table_smaller_than_the_vocabulary(tmp_path: Path) -> None:
     _, model = tiny_models.build("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=100)
     tiny_models.save(model, tmp_path)

@@ -111,6 +111,7 @@ def test_every_type_means_itself() -> None:
         ],
         ("clip", "clip is a type that transformers knows, and generates no text by itself"),
         ("something else", ""),
+        ("Qwen1.5-MoE-A2.7B", ""),  # a qwen2_moe
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_name_that_is_none(name: str, expected: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from saved_model import configure
 
 from epruntime.errors import UnsupportedModelError
@@ -77,7 +78,7 @@ def test_a_field_that_is_not_read_is_refused(
     [
         ("minimax_m2", {"rotary_dim": 24}, "by 16"),
         ("mimo_v2_flash", {"sliding_window_size": 8}, "by 11"),
-        ("gpt_oss", {"swiglu_limit": 5.0}, "by 7"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "by 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "by 1.702"),
     ],
 )
@@ -92,6 +93,46 @@ def test_what_was_read_tells(model_type: str, says: dict[str, Any], counts: str,
         check_all_read(tmp_path, config, says)
     check_all_read(tmp_path, config, dict.fromkeys(says))
     check_all_read(tmp_path, config, {})
+
+
+#: as published, of a model with the first layer full and dense
+MIMO = {
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "layernorm_epsilon": 1e-05,
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", 640000),
+        ("swa_rope_theta", 5000000),
+        ("partial_rotary_factor", 1.0),
+        ("layernorm_epsilon", 1e-2),
+        ("hybrid_layer_pattern", [0, 0, 1]),
+        ("moe_layer_freq", [1, 1, 1]),
+        ("add_swa_attention_sink_bias", False),
+        ("add_full_attention_sink_bias", True),
+    ],
+)
+def test_fields_that_no_release_reads(field: str, value: Any, tmp_path: Path) -> None:
+    """The class has fixed values in their place, which are those of the one published model."""
+    config = transformers.CONFIG_MAPPING["mimo_v2_flash"](num_hidden_layers=3)
+    check_all_read(tmp_path, config, MIMO)
+    with pytest.raises(UnsupportedModelError, match=f"config.json says {field}="):
+        check_all_read(tmp_path, config, MIMO | {field: value})
+
+
+def test_a_share_that_floats_do_not_hit(tmp_path: Path) -> None:
+    config = tiny_models.build("minimax_m2")[0]
+    config.head_dim, config.rope_parameters = 112, {"rope_type": "default", "partial_rotary_factor": 58 / 112}
+    check_all_read(tmp_path, config, {"rotary_dim": 58})
 
 
 def test_a_value_that_every_release_computes_by_is_taken(tmp_path: Path) -> None:
@@ -149,8 +190,9 @@ def test_a_refusal_is_not_its_own_cause(tmp_path: Path) -> None:
     assert caught.value.__cause__ is not caught.value
 
 
-def test_rotary_frequencies_that_are_no_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theta", [-1.0, 0.0])
+def test_rotary_frequencies_that_are_no_numbers(theta: float, tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build("mixtral")[1], tmp_path)
-    configure(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": -1.0})
+    configure(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": theta})
     with pytest.raises(UnsupportedModelError, match="rope_parameters"):
         load_model(tmp_path, dtype="float32", moe=local_runtime())

@@ -42,6 +42,8 @@ def test_what_is_neither(wrong: Any) -> None:
 def test_parameters_for_all_or_each() -> None:
     assert params_list(ONE, 2) == [ONE, ONE]
     assert params_list([ONE, OTHER], 2) == params_list((ONE, OTHER), 2) == [ONE, OTHER]
+    assert params_list((params for params in (ONE, OTHER)), 2) == [ONE, OTHER]
+    assert params_list(ONE, 0) == params_list([], 0) == []
     with pytest.raises(InvalidRequestError, match=r"^sampling_params='1 of them': 2 prompts need as many"):
         params_list([ONE], 2)
 

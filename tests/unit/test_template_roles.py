@@ -152,6 +152,26 @@ def test_a_template_that_refuses_marks_is_believed(tmp_path: Path) -> None:
     assert prompt(template, tmp_path, ("user", "yes")) == "fine"
 
 
+@pytest.mark.parametrize(
+    ("altered", "expected"),
+    [("m.content[:8]", "<user>two plus"), ("m.content|list|join(' ')", "<user>t w o   p l u s")],
+)
+def test_a_template_that_alters_texts_is_believed(
+    altered: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="epruntime.engine.tokenizer"):
+        told = prompt(f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {altered} }}}}{{% endfor %}}", tmp_path,
+                      ("user", "two plus"))  # fmt: skip
+    assert told == expected
+    assert ["alters texts" in message for message in caplog.messages] == [True]
+
+
+def test_a_template_that_shows_nothing_at_all(tmp_path: Path) -> None:
+    for template in ("Hello.", "{{ strftime_now('%H:%M:%S.%f') }}"):
+        with pytest.raises(InvalidRequestError, match=r"^messages\.0\.role='user'"):
+            prompt(template, tmp_path / str(len(template)), ("user", "hi"))
+
+
 def test_one_deadline_holds_for_both_renderings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
