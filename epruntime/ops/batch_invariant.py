@@ -66,7 +66,8 @@ COMPLEX: dict[str, rows.Op] = {"mul.Tensor": rows.mul, "mul_.Tensor": rows.in_pl
 #: Data movement, and arithmetic that is rounded in one way however many elements there are.
 EXACT = _names(
     """
-    abs add.Tensor add_.Tensor sub.Tensor sub_.Tensor mul.Tensor mul_.Tensor div.Tensor div_.Tensor neg reciprocal sqrt
+    abs add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Scalar mul.Tensor mul_.Tensor mul.out div.Tensor div_.Tensor
+    neg reciprocal sqrt copysign.Tensor nan_to_num bitwise_left_shift.Tensor_Scalar
     addcmul lerp.Scalar relu relu_ leaky_relu _prelu_kernel hardtanh floor floor_divide remainder.Scalar round sign
     clamp clamp_ clamp.Tensor clamp_min clamp_max maximum minimum where.self masked_fill.Scalar masked_fill_.Scalar
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar
@@ -133,8 +134,8 @@ def unsteady_use(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if any(x.is_complex() for x in tensors) and name not in _ON_COMPLEX and name not in COMPLEX:
         return f"{name} of complex numbers"
-    if name in ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"):
-        return "" if kwargs.get("alpha", 1) == 1 else f"{name} with alpha"
+    if name in ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor", "rsub.Scalar"):
+        return "" if kwargs.get("alpha", *(args[2:] or (1,))) == 1 else f"{name} with alpha"
     if name in _OVER_ALL:
         return f"{name} over the whole batch" if tensors[0].is_floating_point() else ""
     return "" if name in REPLACED or name in EXACT or name in ROW_LOCAL else name

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from epruntime.models.conformance import COVERED
 from epruntime.models.loader import load_model
-from epruntime.ops import batch_invariant
+from epruntime.ops import attention, batch_invariant, combine, dispatch, gemm, reference
 from epruntime.ops.census import Census
 from epruntime.testing import tiny_models
 from epruntime.testing.ragged import SCHEDULE, RaggedDriver, local_runtime, sequences_for
@@ -55,6 +55,23 @@ def test_every_op_is_known(model_type: str, tmp_path: Path) -> None:
     assert not unseen, "the rehearsal sees what is computed by the model itself"
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "gpt_oss"])
+def test_every_op_of_the_plain_torch_kernels_is_known(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attention, combine, dispatch, gemm):
+        monkeypatch.setattr(module, "load", lambda: None)
+    _, plain = tiny_models.build(model_type)
+    model = load_model(tiny_models.save(plain, tmp_path), dtype="float32", moe=local_runtime())
+    tokens = sequences_for(model.info.vocab_size, SCHEDULE, seed=1)
+    driver, scores = RaggedDriver(model), torch.randn(3, 4)
+    with Census() as census:
+        driver.step([("a", tokens["a"][:3]), ("b", tokens["b"][:1])])
+        reference.soft_cap(scores, 30.0)  # no tiny model has one
+    assert {"nan_to_num", "mul.out"} <= census.ops, "these are not the plain-torch kernels"
+    assert not census.unsteady
+
+
 @pytest.mark.parametrize("name", ACT2FN)
 def test_every_activation_is_known(name: str) -> None:
     """All that `hidden_act` may name, whether or not a model of `COVERED` has it."""
@@ -69,9 +86,11 @@ def test_an_unknown_op_is_named() -> None:
     with Census() as census, torch.inference_mode():
         torch.nn.functional.glu(x)
         torch.add(x, x, alpha=2)
+        torch.rsub(x, 1, alpha=2)
+        torch.rsub(x, 1)
         x.sum()
         torch.nn.functional.linear(x, x)
         x.long().sum()
         torch.mm(x, x.t(), out=torch.empty(3, 3))
-    assert census.unsteady == {"glu", "add.Tensor with alpha", "sum over the whole batch", "mm.out"}
+    assert census.unsteady == {"glu", "add.Tensor with alpha", "rsub.Scalar with alpha", "sum over the whole batch", "mm.out"}
     assert "mm" in census.ops
