@@ -14,6 +14,8 @@ from epruntime.verify.outputs import Output, entry_bytes
 from epruntime.verify.session import Trace
 from epruntime.words import counted
 
+NOT_COMPUTED = "not computed"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -26,8 +28,8 @@ class Difference:
             token is the prompt's own and not told.
         note: words, where these numbers do not say it.
         layer: first layer whose output differs at the earliest token (prompt and output counted through) that does,
-            `layer_position`; "input" is what goes into the first layer, "after the last layer" the head or the sampler.
-            "" without a trace.
+            `layer_position`; "input" is what goes into the first layer, "after the last layer" the head or the sampler,
+            NOT_COMPUTED a token that no layer has seen. "" without a trace.
     """
 
     request: int
@@ -87,6 +89,7 @@ def compare(
     expected_trace: Trace | None = None,
     trace: Trace | None = None,
     layers: Sequence[str] = (),
+    all_computed: bool = False,
 ) -> Comparison:
     """Compares bit for bit.
 
@@ -95,6 +98,7 @@ def compare(
         num_tokens: output tokens of each that are compared; the baseline may have more, or end before.
         expected_trace, trace: hidden states, where they were traced; they are compared, too.
         layers: names of their columns.
+        all_computed: nothing was taken from a prefix cache, so that `trace` has every token that was to be computed.
     """
     first, num_different = None, 0
     for output in outputs:
@@ -103,7 +107,8 @@ def compare(
             num_different += 1
             first = first or found
     if expected_trace and trace:
-        first = _with_layer(first, outputs, expected_trace, trace, layers)
+        due = _computed_tokens(outputs) if all_computed else {}
+        first = _with_layer(first, outputs, expected_trace, trace, layers, due)
         num_different = max(num_different, first is not None)
     return Comparison(
         num_compared=len(outputs),
@@ -176,20 +181,34 @@ def _logprobs(expected: TokenLogprobs, got: TokenLogprobs) -> dict[str, Any]:
     return {"note": "other bits of the log-probabilities"}
 
 
+def _computed_tokens(outputs: Sequence[Output]) -> dict[int, int]:
+    """Request index -> how many tokens of its prompt and output were to be computed; the last one is only sampled."""
+    found: dict[int, int] = {}
+    for output in outputs:
+        number = output.num_prompt_tokens + output.start + len(output.tokens) - 1
+        found[output.index] = max(found.get(output.index, 0), number)
+    return found
+
+
 def _with_layer(
-    first: Difference | None, outputs: Sequence[Output], expected: Trace, got: Trace, layers: Sequence[str]
+    first: Difference | None,
+    outputs: Sequence[Output],
+    expected: Trace,
+    got: Trace,
+    layers: Sequence[str],
+    due: Mapping[int, int],
 ) -> Difference | None:
     """The first difference with its layer; one of hidden states alone where the outputs show none."""
     if first is not None:
         num_prompt = next(output.num_prompt_tokens for output in outputs if output.index == first.request)
         # the token whose logits differ comes before the position that they are for
         last = first.position - 1 + (0 if first.where == "prompt" else num_prompt)  # of the whole request
-        parting = _first_parting(expected, got, request=first.request, last=last)
+        parting = _first_parting(expected, got, due, request=first.request, last=last)
         if parting is None:
             return replace(first, layer="after the last layer")
         _, position, column = parting
-        return replace(first, layer=layers[column], layer_position=position)
-    parting = _first_parting(expected, got)
+        return replace(first, layer=NOT_COMPUTED if column is None else layers[column], layer_position=position)
+    parting = _first_parting(expected, got, due)
     if parting is None:
         return None
     request, position, column = parting
@@ -199,21 +218,26 @@ def _with_layer(
         where="hidden state",
         position=position,
         note="hidden states differ, tokens and log-probabilities do not",
-        layer=layers[column],
+        layer=NOT_COMPUTED if column is None else layers[column],
         layer_position=position,
     )
 
 
 def _first_parting(
-    expected: Trace, got: Trace, *, request: int | None = None, last: int | None = None
-) -> tuple[int, int, int] | None:
-    """(request, position, column) of the earliest token whose hashes are others.
+    expected: Trace, got: Trace, due: Mapping[int, int], *, request: int | None = None, last: int | None = None
+) -> tuple[int, int, int | None] | None:
+    """(request, position, column) of the earliest token whose hashes are others; no column where it has none.
 
     Args:
+        due: request index -> so many tokens were to be computed.
         request: look at this one only. last: and at its tokens up to this one.
     """
-    for index, position in sorted(got):
-        if request not in (None, index) or (last is not None and position > last) or (index, position) not in expected:
+    for index, position in sorted(expected):
+        if request not in (None, index) or (last is not None and position > last):
+            continue
+        if (index, position) not in got:
+            if position < due.get(index, 0):
+                return index, position, None
             continue
         # several in the baseline where a sequence was computed anew, with the frequencies of long ones
         baselines = expected[index, position]
@@ -232,4 +256,6 @@ def _num_equal(row_L: np.ndarray, other_L: np.ndarray) -> int:
 def _layer_words(layer: str) -> str:
     if layer == "input":
         return "before the first layer"
+    if layer == NOT_COMPUTED:
+        return "which was not computed"
     return layer if layer.startswith("after") else f"in layer {layer}"

@@ -296,6 +296,7 @@ class _Verification:
             expected_trace=expected_trace,
             trace=trace,
             layers=runs[0].layers,
+            all_computed=not any(run.counters["prefix_hit_tokens"] for run in runs),
         )
 
     def _add(self, report: CaseReport) -> None:

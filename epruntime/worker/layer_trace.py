@@ -45,13 +45,14 @@ class LayerTrace:
 
     def on_batch(self, batch: StepBatch) -> None:
         """A step is about to be computed: whose rows are which."""
-        num_tokens = batch.forward.num_tokens
-        starts = batch.forward.query_starts_S1.numpy()
-        rids = np.repeat(np.array([request.rid for request in batch.scheduled], np.int64), np.diff(starts))
+        num_tokens, starts = batch.forward.num_tokens, batch.forward.query_starts_S1.numpy()
+        counts_S = np.diff(starts)
+        rids = np.repeat(np.array([request.rid for request in batch.scheduled], np.int64), counts_S)
         self._hashes_TL = np.zeros((num_tokens, len(self.layers)), np.int64)
         if num_tokens:
-            positions = batch.forward.positions_T[:num_tokens].numpy().astype(np.int64)
-            self._steps.append((rids, positions, self._hashes_TL))
+            # by their place in the history, and not by the positions that the model is told, which may be what is wrong
+            ahead_S = batch.forward.seq_lens_S.numpy().astype(np.int64) - starts[1:]
+            self._steps.append((rids, np.arange(num_tokens) + np.repeat(ahead_S, counts_S), self._hashes_TL))
 
     def take(self) -> dict[str, Any]:
         """All rows since the last call, forgotten here.

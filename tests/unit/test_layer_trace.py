@@ -32,6 +32,7 @@ def _batch(rows: int, *, first: int = 0) -> Any:
     forward = SimpleNamespace(
         num_tokens=rows,
         query_starts_S1=torch.tensor([0, rows], dtype=torch.int32),
+        seq_lens_S=torch.tensor([first + rows], dtype=torch.int32),
         positions_T=torch.arange(first, first + rows),
     )
     return SimpleNamespace(forward=forward, scheduled=[SimpleNamespace(rid=7)])
@@ -56,6 +57,23 @@ def _traced(hidden_TH: torch.Tensor) -> np.ndarray:
     assert np.frombuffer(told["positions"], np.int64).tolist() == list(range(4, 4 + rows))
     assert trace.take()["hashes"] == b""
     return _hashes(told)
+
+
+def test_rows_are_numbered_by_their_place_in_the_history_whatever_positions_the_model_is_told() -> None:
+    module: Any = torch.nn.Module()
+    module.layers = torch.nn.ModuleList([_Layer(0)])
+    trace = LayerTrace(module)
+    forward = SimpleNamespace(
+        num_tokens=6,
+        query_starts_S1=torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+        seq_lens_S=torch.tensor([9, 5, 2], dtype=torch.int32),
+        positions_T=torch.full((6,), 77),
+    )
+    batch: Any = SimpleNamespace(forward=forward, scheduled=[SimpleNamespace(rid=rid) for rid in (7, 8, 9)])
+    trace.on_batch(batch)
+    told = trace.take()
+    assert np.frombuffer(told["rids"], np.int64).tolist() == [7, 7, 7, 8, 9, 9]
+    assert np.frombuffer(told["positions"], np.int64).tolist() == [6, 7, 8, 4, 0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from epruntime.plan import TokenLogprobs
-from epruntime.verify.compare import compare, digest, first_difference
+from epruntime.verify.compare import NOT_COMPUTED, Difference, compare, digest, first_difference
 from epruntime.verify.outputs import Output
+from epruntime.verify.session import Trace
 
 
 def _entry(chosen: float, *top: tuple[int, float]) -> TokenLogprobs:
@@ -146,6 +147,33 @@ def test_hidden_states_alone_can_differ() -> None:
         "input",
         1,
     )
+
+
+def test_a_token_that_was_not_computed_is_where_hidden_states_part() -> None:
+    base = {(0, i): _hashes(i, 2, 3, 4) for i in range(4)}  # a prompt of 2 tokens, and the first 2 of 3 of output
+    trace = {place: rows for place, rows in base.items() if place != (0, 1)} | {(0, 2): _hashes(8, 2, 3, 4)}
+    outputs = [_output(prompt=1)]
+
+    def found(trace: Trace, outputs: list[Output] = outputs, **more: bool) -> Difference | None:
+        alone = {0: _output(prompt=1)}
+        return compare(alone, outputs, num_tokens=3, expected_trace=base, trace=trace, layers=LAYERS, **more).first
+
+    missing = found(trace, all_computed=True)
+    assert missing is not None
+    assert (missing.layer, missing.layer_position) == (NOT_COMPUTED, 1)
+    assert str(missing).endswith("hidden states part at token 1, which was not computed")
+    other = found(trace, [_output(tokens=(5, 6, 1), prompt=1)], all_computed=True)
+    assert other is not None
+    assert (other.where, other.layer, other.layer_position) == ("output", NOT_COMPUTED, 1)
+    # a prefix cache may have had it; then the next one is the first that parts
+    cached = found(trace)
+    assert cached is not None
+    assert (cached.layer, cached.layer_position) == ("input", 2)
+    # an output that was asked to be shorter, or ended, computes no more than its tokens but for the last
+    shorter = [replace(_output(tokens=(5, 6), prompt=1), end=2)]
+    without_the_last = {place: rows for place, rows in base.items() if place != (0, 3)}
+    assert found(without_the_last, shorter, all_computed=True) is None
+    assert found(without_the_last, all_computed=True) is not None
 
 
 def test_what_differs_after_the_last_layer() -> None:
