@@ -7,21 +7,37 @@ load, so that one pool serves many tests. An absent or empty file is no fault.
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from epruntime.plan import NewRequest, StepPlan
+from epruntime.verify.requests import PARAMETERS
 from epruntime.worker.input_batch import InputBatch
 from epruntime.worker.logit_adjuster import LogitAdjuster
 from epruntime.worker.process import rank_process
 from epruntime.worker.request import RankRequest
+from epruntime.worker.sampler import SampledTokens, SamplingRow
 
 FAULT_FILE = "EPRUNTIME_TEST_VERIFY"
 #: the layer that is made wrong, and the row of a step from which on it is.
 LAYER, ROW = 2, 9
+
+#: a parameter's place in a LogitAdjuster, and what stands for none there.
+ADJUSTED: dict[str, tuple[str, Any]] = {
+    "repetition_penalty": ("_seen", None),
+    "frequency_penalty": ("_frequency", 0.0),
+    "presence_penalty": ("_presence", 0.0),
+    "logit_bias": ("_biased_B", np.empty(0, np.int64)),
+    "min_tokens": ("_min_tokens", 0),
+}
+FILTERS: dict[str, Any] = {name: PARAMETERS[name] for name in ("top_k", "top_p", "min_p")}
 
 #: fault -> what it does.
 FAULTS = {
@@ -29,16 +45,11 @@ FAULTS = {
     "other_rank": "on the second rank one MoE layer gives other last bits, as where hosts differ in instructions",
     "no_control": "the negative control does nothing, so that nothing can be caught",
     "forgotten_output": "to a request that comes back from a preemption its output counts as prompt",
-    "forgotten_filters": "such a request has no top-k, top-p, min-p any more",
-    "forgotten_end": "such a request is not ended by a token any more",
+    **{f"forgotten_{name}": f"such a request has no {name} any more" for name in PARAMETERS},
+    **{f"lost_{name}": f"in steps in which several requests sample none has a {name}" for name in ADJUSTED | FILTERS},
+    "largest_top_k": "in such steps all that have a top-k have the largest one",
     "shifted_piece": "the later pieces of such a request's history are computed a position too late",
     "weights_twice": "routing weights are applied a second time: the same in every batch, and wrong",
-}
-
-#: fault -> fields of the SamplingSpec of a request that comes back.
-_FORGOTTEN: dict[str, dict[str, Any]] = {
-    "forgotten_filters": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
-    "forgotten_end": {"stop_ids": (), "min_tokens": 0},
 }
 
 
@@ -47,12 +58,12 @@ def break_rank(slot: int) -> None:
     import torch
 
     from epruntime.moe.layer import MoELayer
-    from epruntime.worker import generation
+    from epruntime.worker import generation, runner, sampler
     from epruntime.worker.batch_dependent import make_batch_dependent
 
     now = {"fault": ""}
     true_load, true_forward = generation.Generation.load, MoELayer.forward
-    true_init, true_rows = RankRequest.__init__, InputBatch._write_rows
+    true_init, true_rows, true_sample = RankRequest.__init__, InputBatch._write_rows, sampler.sample
 
     def load(self: Any, *args: Any) -> Any:
         path = Path(os.environ[FAULT_FILE])
@@ -78,8 +89,9 @@ def break_rank(slot: int) -> None:
 
     def init(self: RankRequest, new: NewRequest, **more: Any) -> None:
         if len(new.token_ids) > new.num_prompt_tokens:
-            spec = replace(new.sampling, **_FORGOTTEN.get(now["fault"], {}))
-            new = replace(new, sampling=spec)
+            name = now["fault"].removeprefix("forgotten_")
+            if name in PARAMETERS:
+                new = replace(new, sampling=replace(new.sampling, **{name: PARAMETERS[name]}))
         true_init(self, new, **more)
         if now["fault"] == "forgotten_output":
             self.adjuster = LogitAdjuster.of(new.sampling, self.tokens, self.num_tokens)
@@ -90,12 +102,32 @@ def break_rank(slot: int) -> None:
         if now["fault"] == "shifted_piece" and again and request.num_computed:
             self._positions_T[row : row + count] += 1
 
+    def sample(logits_NV: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        return true_sample(logits_NV, _without(now["fault"], rows) if len(rows) > 1 else rows)
+
+    mock.patch.object(runner, "sample", sample).start()
     mock.patch.object(RankRequest, "__init__", init).start()
     mock.patch.object(InputBatch, "_write_rows", write_rows).start()
     mock.patch.object(generation.Generation, "load", load).start()
     mock.patch.object(generation, "make_batch_dependent", control).start()
     mock.patch.object(MoELayer, "forward", forward).start()
     mock.patch.object(MoELayer, "__call__", forward).start()
+
+
+def _without(fault: str, rows: Sequence[SamplingRow]) -> list[SamplingRow]:
+    """Rows that sample together, as a fault has them."""
+    name, changed = fault.removeprefix("lost_"), list(rows)
+    for i, row in enumerate(rows):
+        if fault == "largest_top_k" and row.spec.top_k:
+            changed[i] = replace(row, spec=replace(row.spec, top_k=max(other.spec.top_k for other in rows)))
+        elif fault.startswith("lost_") and name in FILTERS:
+            changed[i] = replace(row, spec=replace(row.spec, **{name: FILTERS[name]}))
+        elif fault.startswith("lost_") and row.adjuster is not None:
+            place, none = ADJUSTED[name]
+            adjuster = copy.copy(row.adjuster)
+            setattr(adjuster, place, none)
+            changed[i] = replace(row, adjuster=adjuster)
+    return changed
 
 
 def _other_bits(y_TH: Any, first: int, end: int) -> Any:

@@ -15,7 +15,7 @@ _TOP_LOGPROBS = 3
 #: random prompts but the first are so many times shorter, if that leaves them so many KV blocks.
 _SHORTER = 3
 #: parameters that a request carries with it wherever it goes, and what stands for none.
-_KINDS: dict[str, Any] = {
+PARAMETERS: dict[str, Any] = {
     "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": (), "top_k": 0,
     "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "stop_ids": (),
 }  # fmt: skip
@@ -77,7 +77,7 @@ class VerifyRequest:
     def kinds(self) -> tuple[str, ...]:
         """Which parameters, of those whose effect may be lost on the way, it has."""
         spec, found = self.spec, []
-        for name, none in _KINDS.items():
+        for name, none in PARAMETERS.items():
             if getattr(spec, name) != none and not (name == "logit_bias" and spec.stop_ids):
                 found.append(name)
         return tuple(found)
@@ -158,14 +158,16 @@ def _altered(block: Sequence[int], how: str, vocab_size: int) -> list[int]:
 
 #: fields of a sampled request's SamplingSpec, which take turns; `few` biases the draw towards a few ids, among which
 #: penalties and filters decide; `end` ends the output before its full length, by an id that min_tokens keeps off.
-#: They are strong, so that one that is lost shows in the next tokens.
+#: They are so strong that one that is lost shows in the next tokens, whatever the model's logits are, and none hides
+#: another: penalties keep each of the few from coming again, and where one token in a few is to be cut off, the draw
+#: among them is nearly even. Top-k and top-p are there twice, since a batch may give all of its requests the same.
 _SAMPLED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("few", {"temperature": 0.3, "frequency_penalty": 2.0}),
-    ("", {"temperature": 1.0, "top_p": 0.5, "repetition_penalty": 1.3}),
-    ("few", {"temperature": 2.0, "min_p": 0.8, "presence_penalty": 2.0}),
+    ("few", {"temperature": 0.3, "frequency_penalty": 30.0}),
+    ("few", {"temperature": 8.0, "top_p": 0.5, "presence_penalty": 50.0}),
+    ("", {"temperature": 2.0, "min_p": 0.8}),
     ("end", {"temperature": 1.0, "top_k": 40}),
-    ("", {"temperature": 0.7, "top_p": 0.9}),
-    ("few", {"temperature": 0.3, "frequency_penalty": 2.0, "top_k": 5}),
+    ("few", {"temperature": 3.0, "top_p": 0.9, "repetition_penalty": 1000.0}),
+    ("few", {"temperature": 100.0, "top_k": 2, "frequency_penalty": 30.0}),
 )
 _NUM_FEW = 12
 _CERTAIN = 100.0

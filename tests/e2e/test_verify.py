@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from epruntime.launchers.local import LocalLauncher
 from epruntime.testing import faulty_verify
 from epruntime.testing.tiny_models import build, save
 from epruntime.verify import VerifyConfig, VerifyReport, against, verify
-from epruntime.verify.requests import make_requests, shape_of
+from epruntime.verify.report import CaseReport
+from epruntime.verify.requests import PARAMETERS, make_requests, shape_of
 
 VOCABULARY = 99
 SMALL: dict[str, Any] = {"num_prompts": 6, "max_tokens": 6, "max_prompt_tokens": 20, "seed": 11}
@@ -228,28 +229,62 @@ def test_a_row_that_depends_on_its_place_is_found(mixtral: str, faulty: tuple[Ra
     assert report.exit_code == 1
 
 
+def _some(names: Iterable[str], quick: set[str]) -> list[Any]:
+    """Of these `make test` runs a few."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
+
+
 @pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("forgotten_output", {"frequency_penalty", "presence_penalty"}),
-        pytest.param("forgotten_filters", {"top_p", "top_k", "min_p"}, marks=pytest.mark.full),
-        pytest.param("forgotten_end", {"stop_ids"}, marks=pytest.mark.full),
-        ("shifted_piece", set()),
-    ],
+    "name", _some([*faulty_verify.ADJUSTED, *faulty_verify.FILTERS], {"presence_penalty", "repetition_penalty"})
 )
-def test_what_a_preempted_request_loses_is_found(
-    name: str, kinds: set[str], mixtral: str, faulty: tuple[Ranks, Path]
-) -> None:
+def test_a_parameter_that_is_lost_in_company_is_found(name: str, mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    assert name in _lost_in_company(f"lost_{name}", mixtral, faulty)
+
+
+def test_a_top_k_that_is_another_request_s_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    assert "top_k" in _lost_in_company("largest_top_k", mixtral, faulty)
+
+
+def _lost_in_company(name: str, mixtral: str, faulty: tuple[Ranks, Path]) -> tuple[str, ...]:
+    """Parameters of the first request that differs."""
     wrong, fault = faulty
     fault.write_text(name)
-    options = VerifyConfig(num_prompts=8, max_tokens=8, max_prompt_tokens=20, seed=3, cases="preempted")
+    options = VerifyConfig(num_prompts=12, max_tokens=8, max_prompt_tokens=8, seed=3, cases="batch")
+    (_, batch) = verify(mixtral, options, ranks=wrong).cases
+    assert batch.status == "different"
+    return _parameters(batch)
+
+
+def _parameters(case: CaseReport) -> tuple[str, ...]:
+    """Of the request of the case's first difference."""
+    assert case.difference is not None
+    shape = shape_of(max_model_len=512, max_tokens=8, max_prompt_tokens=20, block_size=16)
+    requests = make_requests([[5]] * 12, shape, vocab_size=VOCABULARY, seed=3)
+    return requests[case.difference.request].kinds
+
+
+@pytest.mark.parametrize("name", _some(["output", *PARAMETERS], {"output", "top_p"}))
+def test_what_a_preempted_request_loses_is_found(name: str, mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text(f"forgotten_{name}")
+    options = VerifyConfig(num_prompts=12, max_tokens=8, max_prompt_tokens=20, seed=3, cases="preempted")
+    (_, preempted) = verify(mixtral, options, ranks=wrong).cases
+    assert preempted.status == "different"
+    counted = {"frequency_penalty", "presence_penalty"} if name == "output" else {name}
+    assert counted & set(_parameters(preempted))
+
+
+def test_a_history_that_is_computed_anew_at_other_positions_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
+    wrong, fault = faulty
+    fault.write_text("shifted_piece")
+    options = VerifyConfig(
+        num_prompts=8, max_tokens=8, max_prompt_tokens=20, seed=3, cases="preempted", trace_layers=True
+    )
     (_, preempted) = verify(mixtral, options, ranks=wrong).cases
     assert preempted.status == "different"
     assert preempted.difference is not None
-    if kinds:
-        shape = shape_of(max_model_len=512, max_tokens=8, max_prompt_tokens=20, block_size=16)
-        requests = make_requests([[5]] * 8, shape, vocab_size=VOCABULARY, seed=3)
-        assert kinds & set(requests[preempted.difference.request].kinds)
+    # what goes into the first layer knows no positions, and its attention does
+    assert preempted.difference.layer == "0"
 
 
 def test_a_rank_that_computes_otherwise_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:
