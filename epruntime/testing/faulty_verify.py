@@ -28,6 +28,8 @@ from epruntime.worker.sampler import SampledTokens, SamplingRow
 FAULT_FILE = "EPRUNTIME_TEST_VERIFY"
 #: the layer that is made wrong, and the row of a step from which on it is.
 LAYER, ROW = 2, 9
+#: rows that are one more than two tiles of a kernel.
+TILE_ROW = 33
 
 #: a parameter's place in a LogitAdjuster, and what stands for none there.
 ADJUSTED: dict[str, tuple[str, Any]] = {
@@ -49,6 +51,9 @@ FAULTS = {
     **{f"lost_{name}": f"in steps in which several requests sample none has a {name}" for name in ADJUSTED | FILTERS},
     "largest_top_k": "in such steps all that have a top-k have the largest one",
     "shifted_piece": "the later pieces of such a request's history are computed a position too late",
+    "other_prompt_logprobs": "one that comes back amid its prompt has one more likely token for each of the rest of it",
+    "found_but_one": "the one token of a history that the prefix cache left is computed a position too late",
+    "tile_row": f"of exactly {TILE_ROW} rows of logits each gets another last bit",
     "weights_twice": "routing weights are applied a second time: the same in every batch, and wrong",
 }
 
@@ -92,6 +97,8 @@ def break_rank(slot: int) -> None:
             name = now["fault"].removeprefix("forgotten_")
             if name in PARAMETERS:
                 new = replace(new, sampling=replace(new.sampling, **{name: PARAMETERS[name]}))
+        if now["fault"] == "other_prompt_logprobs" and 0 < new.num_prompt_logprobs < new.num_prompt_tokens - 1:
+            new = replace(new, sampling=replace(new.sampling, prompt_logprobs=new.sampling.prompt_logprobs + 1))
         true_init(self, new, **more)
         if now["fault"] == "forgotten_output":
             self.adjuster = LogitAdjuster.of(new.sampling, self.tokens, self.num_tokens)
@@ -101,8 +108,12 @@ def break_rank(slot: int) -> None:
         again = not request.decoding and request.num_tokens > request._num_prompt_tokens
         if now["fault"] == "shifted_piece" and again and request.num_computed:
             self._positions_T[row : row + count] += 1
+        if now["fault"] == "found_but_one" and not request.decoding and count == 1 < request.num_tokens:
+            self._positions_T[row] += request.num_computed + 1 == request.num_tokens
 
     def sample(logits_NV: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        if now["fault"] == "tile_row" and len(rows) == TILE_ROW:
+            logits_NV = _other_bits(logits_NV, 0, len(rows))
         return true_sample(logits_NV, _without(now["fault"], rows) if len(rows) > 1 else rows)
 
     mock.patch.object(runner, "sample", sample).start()

@@ -5,98 +5,26 @@ VerifyConfig, model, ranks -> Setting -> baseline (every request alone) and one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from epruntime.config import EngineConfig, SchedulerConfig
-from epruntime.config.verify import CASES
-from epruntime.models.info import ModelInfo
 from epruntime.moe.placement import placement_for
-from epruntime.verify.preemption import PreemptionSearch
-from epruntime.verify.requests import KINDS, Shape, VerifyRequest, kinds_of
-from epruntime.verify.session import RunFacts, RunSettings, Submission
+from epruntime.verify.case import Case, Proof, Prove, Setting, most_rows, skipped_case
+from epruntime.verify.preempted import preempted_cases
+from epruntime.verify.requests import VerifyRequest
+from epruntime.verify.row_counts import ROWS, ranges, small_waves, tail_waves
+from epruntime.verify.session import RunFacts, RunSettings, Submission, moe_totals
 from epruntime.words import counted
 
-#: largest batch, and largest number of rows of the steps of the case `rows`.
-BATCH, ROWS = 64, 12
-#: fewest submissions of a case that needs a crowd; few requests are submitted several times.
-_CROWD = 8
-_ROWS_TOKENS = 4
+#: largest batch.
+BATCH = 64
 #: submissions of the negative control.
 _CONTROL = 4
 _BUDGET_ROWS = 5
 _NUM_SHIFTS = 3
 #: weights above which nothing is tried unasked that takes much more memory per rank.
 LARGE_BYTES = 8 * 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """What the counters say. `counters` are shown; `missing` says what did not happen, "" if all did."""
-
-    counters: dict[str, int]
-    missing: str = ""
-
-
-#: runs of the case, statistics of its ranks, those of the baseline's ranks -> Proof
-Prove = Callable[[Sequence[RunFacts], Sequence[dict[str, Any]], Sequence[dict[str, Any]]], Proof]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One variation.
-
-    Attributes:
-        name: of the kind, as in CASES, with a number where there are several. varied: in words.
-        parallel: fields of ParallelConfig that differ from the configuration; the model is loaded anew for them.
-        runs: made one after another.
-        num_tokens: output tokens of each submission.
-        skipped: why it makes no sense here; then there are no runs.
-    """
-
-    name: str
-    varied: str
-    prove: Prove
-    runs: tuple[RunSettings, ...] = ()
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    num_tokens: int
-    skipped: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What cases are made from.
-
-    Attributes:
-        config: of the baseline, with lengths and blocks of `shape`.
-        sizes: expert-parallel sizes to compare with that of `config`.
-        threads: compute threads of each rank of the baseline.
-    """
-
-    config: EngineConfig
-    info: ModelInfo
-    shape: Shape
-    requests: Sequence[VerifyRequest]
-    sizes: tuple[int, ...]
-    threads: int
-
-    @property
-    def size(self) -> int:
-        return self.config.parallel.expert_parallel_size
-
-    def submissions(
-        self, number: int | None = None, *, num_ranks: int | None = None, shift: int = 0
-    ) -> tuple[Submission, ...]:
-        """The requests in order, again from the first where `number` is larger; dealt to `num_ranks` ranks."""
-        ranks = num_ranks or self.size
-        return tuple(
-            Submission(request=self.requests[i % len(self.requests)], rank=(i % len(self.requests) + shift) % ranks)
-            for i in range(number or len(self.requests))
-        )
-
-    def at_once(self, submissions: Sequence[Submission], **scheduler: Any) -> RunSettings:
-        return RunSettings(waves=(tuple(submissions),), scheduler=replace(self.config.scheduler, **scheduler))
 
 
 def baseline(setting: Setting) -> RunSettings:
@@ -113,7 +41,7 @@ def baseline(setting: Setting) -> RunSettings:
 def make_cases(setting: Setting, names: Sequence[str]) -> list[Case]:
     """Cases of these names, those that need no new load first."""
     made = {
-        "batch": _batch, "rows": _rows, "chunks": _chunks, "preempted": _preempted, "prefix": _prefix,
+        "batch": _batch, "rows": _rows, "chunks": _chunks, "preempted": preempted_cases, "prefix": _prefix,
         "pipeline": _pipeline, "ranks": _ranks, "rounds": _rounds, "threads": _threads, "placement": _placement,
         "replicas": _replicas, "sizes": _sizes,
     }  # fmt: skip
@@ -133,25 +61,17 @@ def control_runs(setting: Setting) -> tuple[RunSettings, RunSettings]:
     return replace(alone, waves=tuple((submission,) for submission in chosen[: len(setting.requests)])), together
 
 
-def most_rows(scheduler: SchedulerConfig, shape: Shape) -> int:
-    """Rows of the largest step of any run."""
-    return max(scheduler.max_num_batched_tokens, ROWS * shape.longest_prompt, shape.max_model_len)
-
-
-def _crowd(setting: Setting) -> tuple[Submission, ...]:
-    """Enough submissions on each rank that has any."""
-    number = max(_CROWD, len(setting.requests))
-    return setting.submissions(number, num_ranks=max(1, min(setting.size, number // _CROWD)))
-
-
 def _batch(s: Setting) -> list[Case]:
     def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
         largest, decodes = max(runs[0].rows), max(runs[0].decode_rows, default=0)
-        together = decodes > s.size or runs[0].counters["mixed_steps"] > 0 or s.shape.max_tokens == 1
-        met = largest > s.shape.longest_prompt and together
+        # what all ranks together computed; one request alone has no more rows than its prompt, and none that decode
+        # beside others that are prefilled
+        met = decodes > s.size or runs[0].counters["mixed_steps"] > 0 or largest > s.size * s.shape.longest_prompt
         counters = {"requests": len(runs[0].outputs), "largest step": largest, "largest decode step": decodes}
         return Proof(counters=counters, missing="" if met else "no step had rows of several requests")
 
+    if s.config.scheduler.max_num_seqs == 1:
+        return [skipped_case(s, "batch", "max_num_seqs=1: no request has company")]
     run = s.at_once(s.submissions(BATCH))
     return [
         Case(name="batch", varied=f"{BATCH} requests at once", prove=prove, runs=(run,), num_tokens=s.shape.max_tokens)
@@ -159,33 +79,33 @@ def _batch(s: Setting) -> list[Case]:
 
 
 def _rows(s: Setting) -> list[Case]:
-    tokens = min(_ROWS_TOKENS, s.shape.max_tokens)
+    if s.shape.max_tokens == 1:
+        return [skipped_case(s, "rows", "outputs of one token: no step decodes")]
+    most = ROWS * s.shape.longest_prompt
+    tails, tail_counts = tail_waves(s.requests, s.shape, most_rows=most, num_kv_blocks=s.num_kv_blocks)
+    counts = [*range(1, ROWS + 1), *tail_counts]
 
     def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
-        seen = [n for n in range(1, ROWS + 1) if runs[0].decode_rows[n]]
-        missing = [str(n) for n in range(1, ROWS + 1) if n not in seen]
-        words = f"no step had exactly {', '.join(missing)} rows that decode" if missing else ""
-        return Proof(counters={"row counts": len(seen), "steps": runs[0].counters["steps"]}, missing=words)
+        missing = [n for n in counts if not runs[0].decode_rows[n]]
+        words = f"no step had exactly {ranges(missing)} rows that decode" if missing else ""
+        seen = {"row counts": len(counts) - len(missing), "of": len(counts), "steps": runs[0].counters["steps"]}
+        return Proof(counters=seen, missing=words)
 
-    if tokens == 1:
-        return [_skipped(s, "rows", "outputs of one token: no step decodes")]
-    waves = []
-    for n in range(1, ROWS + 1):
-        chosen = [s.requests[(n + i) % len(s.requests)].shortened(tokens) for i in range(n)]
-        waves.append(tuple(Submission(request=request, rank=n % s.size) for request in chosen))
-    scheduler = replace(
-        s.config.scheduler, max_num_seqs=ROWS, max_num_batched_tokens=max(ROWS, ROWS * s.shape.longest_prompt)
+    waves = [*small_waves(s.requests, s.shape), *tails]
+    run = RunSettings(
+        waves=tuple(tuple(Submission(request=request, rank=len(wave) % s.size) for request in wave) for wave in waves),
+        scheduler=replace(s.config.scheduler, max_num_seqs=min(max(counts), most), max_num_batched_tokens=most),
     )
-    run = RunSettings(waves=tuple(waves), scheduler=scheduler)
-    return [Case(name="rows", varied=f"steps of 1 to {ROWS} rows", prove=prove, runs=(run,), num_tokens=tokens)]
+    tokens = max(request.spec.max_tokens for wave in waves for request in wave)
+    return [Case(name="rows", varied=f"steps of {ranges(counts)} rows", prove=prove, runs=(run,), num_tokens=tokens)]
 
 
 def _chunks(s: Setting) -> list[Case]:
     longest = s.shape.longest_prompt
     if longest == 1:
-        return [_skipped(s, "chunks", "prompts of one token")]
+        return [skipped_case(s, "chunks", "prompts of one token")]
     if s.shape.max_tokens == 1:
-        return [_skipped(s, "chunks", "outputs of one token: no prompt is prefilled beside a request that decodes")]
+        return [skipped_case(s, "chunks", "outputs of one token: no prompt is prefilled beside a request that decodes")]
     small = max(2, min(5, longest // 2))
     sizes = [small] + [size for size in (min(33, longest - 1),) if size > small]
 
@@ -194,85 +114,39 @@ def _chunks(s: Setting) -> list[Case]:
         missing = [name for name, value in counters.items() if not value]
         return Proof(counters=_words(counters), missing=f"no {' and no '.join(missing)}" if missing else "")
 
-    runs = tuple(s.at_once(_crowd(s), max_num_batched_tokens=size, max_num_seqs=max(2, size - 1)) for size in sizes)
+    runs = tuple(s.at_once(s.crowd(), max_num_batched_tokens=size, max_num_seqs=max(2, size - 1)) for size in sizes)
     varied = f"at most {' and '.join(map(str, sizes))} tokens in a step"
     return [Case(name="chunks", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
 
 
-def _preempted(s: Setting) -> list[Case]:
-    if s.shape.max_tokens == 1:
-        return [_skipped(s, "preempted", "outputs of one token: no request that runs needs another KV block")]
-    search = PreemptionSearch(
-        s.requests,
-        s.shape,
-        s.config.scheduler,
-        s.info.rope,
-        num_kv_blocks=s.config.cache.num_kv_blocks,
-        max_num_batched_tokens=most_rows(s.config.scheduler, s.shape),
-    )
-    whole, in_pieces = search.whole(), search.in_pieces()
-    if not whole:
-        crowd = _crowd(s)
-        most = max(s.shape.blocks_of(len(submission.request.token_ids)) for submission in crowd)
-        whole = [replace(s.at_once(crowd), num_kv_blocks=most)]
-
-    def prove(done: Sequence[RunFacts], *_: Any) -> Proof:
-        total = {
-            name: sum(run.counters[name] for run in done)
-            for name in ("preemptions", "recomputed_in_pieces", "prefix_hit_tokens")
-        }
-        amid = [s.requests[output.index] for run in done for output in run.outputs if output.preempted_amid]
-        counters: dict[str, int] = {"preemptions": total["preemptions"], "of requests that had sampled": len(amid)}
-        for words, kinds in KINDS.items():
-            counters[words] = sum(not set(kinds).isdisjoint(request.kinds) for request in amid)
-        counters |= {
-            "recomputed in pieces": total["recomputed_in_pieces"],
-            "tokens found in the cache": total["prefix_hit_tokens"],
-        }
-        found = {kind for request in amid for kind in request.kinds}
-        lost = [kind for kind in kinds_of(s.requests) if kind not in found]
-        missing = ""
-        if not total["preemptions"]:
-            missing = "no request was preempted; a larger --max-tokens lets outputs go on into another KV block"
-        elif not amid:
-            missing = "no request was preempted after it had sampled"
-        elif lost:
-            missing = f"no request with {', '.join(lost)} was preempted after it had sampled"
-        elif in_pieces and not any(run.counters["preemptions"] for run in done[len(whole) :]):
-            missing = "no request was preempted where prompts are prefilled in pieces"
-        return Proof(counters=counters, missing=missing)
-
-    def numbers(values: Iterable[int | None]) -> str:
-        return " and ".join(str(value) for value in dict.fromkeys(values))
-
-    varied = f"{numbers(run.num_kv_blocks for run in whole)} KV blocks of {counted(s.shape.block_size, 'token')}"
-    if in_pieces:
-        varied += (
-            f"; {numbers(run.num_kv_blocks for run in in_pieces)} with the prefix cache and at most "
-            f"{numbers(run.scheduler.max_num_batched_tokens for run in in_pieces)} tokens in a step"
-        )
-    runs = (*whole, *in_pieces)
-    return [Case(name="preempted", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
-
-
 def _prefix(s: Setting) -> list[Case]:
-    continued = [(request, k) for request in s.requests if (k := _end_of_block(s, request)) is not None]
+    ending = [(request, k) for request in s.requests if (k := _end_of_block(s, request)) is not None]
+    # with one or two tokens behind the block: where all but one are found, that one is prefilled as if it decoded
+    both = ending * 2 if len(ending) == 1 else ending
+    continued = [(request, k + 1 + i % 2) for i, (request, k) in enumerate(both)]
 
     def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
         hits = runs[0].counters["prefix_hit_tokens"]
-        counters = {"tokens found": hits, "outputs continued": sum(output.start > 0 for output in runs[0].outputs)}
+        counters = {
+            "tokens found": hits,
+            "all but one of a history": runs[0].counters["found_but_one"],
+            "outputs continued": sum(output.start > 0 for output in runs[0].outputs),
+        }
         return Proof(counters=counters, missing="" if hits else "nothing was found in the prefix cache")
 
     if s.shape.longest_prompt <= s.shape.block_size:
-        return [_skipped(s, "prefix", "no prompt is longer than a KV block")]
+        return [skipped_case(s, "prefix", "no prompt is longer than a KV block")]
     once = s.submissions()
     # another one first: alone each has the blocks that the first of a crowd has, where its own keys may still be
-    others = [submission for submission in once if submission.request not in [request for request, _ in continued]]
+    others = [submission for submission in once if submission.request not in [request for request, _ in ending]]
     lead = sorted(others, key=lambda submission: len(submission.request.token_ids))[-1:]
     rest = [submission for submission in once if submission not in lead]
-    # outputs that end with a KV block, whose last token has never been computed; then that and two more in a prompt
-    first = [Submission(request=request.shortened(k), rank=request.index % s.size) for request, k in continued]
-    again = [(Submission(request=request, rank=request.index % s.size, num_done=k + 2),) for request, k in continued]
+    # outputs that end with a KV block, whose last token has never been computed; then that and more of it in a prompt
+    first = [Submission(request=request.shortened(k), rank=request.index % s.size) for request, k in ending]
+    again = [
+        (Submission(request=request, rank=request.index % s.size, num_done=num_done),)
+        for request, num_done in continued
+    ]
     run = RunSettings(
         waves=((*lead, *first, *rest), once[::-1], *again), scheduler=s.config.scheduler, prefix_caching=True
     )
@@ -297,7 +171,7 @@ def _pipeline(s: Setting) -> list[Case]:
         return Proof(counters=counters, missing="" if met else "the plans in flight were not those that were asked for")
 
     if s.shape.max_tokens == 1:
-        return [_skipped(s, "pipeline", "outputs of one token: no step follows another")]
+        return [skipped_case(s, "pipeline", "outputs of one token: no step follows another")]
     runs = tuple(s.at_once(s.submissions(), pipeline_depth=depth) for depth in (1, 2))
     varied = "1 and 2 plans in flight"
     return [Case(name="pipeline", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
@@ -309,21 +183,35 @@ def _ranks(s: Setting) -> list[Case]:
         return Proof(counters={"requests moved": moved}, missing="" if moved else "no request was on another rank")
 
     if s.size == 1:
-        return [_skipped(s, "ranks", "there is one rank")]
+        return [skipped_case(s, "ranks", "there is one rank")]
     runs = tuple(s.at_once(s.submissions(shift=n)[::-1]) for n in range(1, min(s.size, _NUM_SHIFTS + 1)))
     varied = "requests on other ranks, last one first"
     return [Case(name="ranks", varied=varied, prove=prove, runs=runs, num_tokens=s.shape.max_tokens)]
 
 
 def _rounds(s: Setting) -> list[Case]:
-    def prove(runs: Sequence[RunFacts], *_: Any) -> Proof:
-        counters = {"exchange rounds": runs[0].counters["rounds"], "exchanges": runs[0].counters["layer_steps"]}
-        met = counters["exchange rounds"] > counters["exchanges"]
-        return Proof(counters=counters, missing="" if met else "no exchange took several rounds")
+    def prove(runs: Sequence[RunFacts], _: Any, before: Sequence[dict[str, Any]]) -> Proof:
+        rounds, exchanges = runs[0].counters["rounds"], runs[0].counters["layer_steps"]
+        alone = moe_totals(before)
+        missing = ""
+        if rounds <= exchanges:
+            missing = "no exchange took several rounds"
+        elif rounds * alone["layer_steps"] == alone["rounds"] * exchanges:
+            missing = "exchanges took as many rounds as before"
+        counters = {
+            "exchange rounds": rounds,
+            "exchanges": exchanges,
+            "alone": alone["rounds"],
+            "in": alone["layer_steps"],
+        }
+        return Proof(counters=counters, missing=missing)
 
-    parallel = {"exchange_budget_tokens": min(_BUDGET_ROWS, max(1, s.shape.longest_prompt - 1))}
-    varied = f"at most {parallel['exchange_budget_tokens']} rows in an exchange round"
-    return [_reloaded(s, "rounds", varied, prove, parallel)]
+    configured = s.config.parallel.exchange_budget_tokens
+    number = min(_BUDGET_ROWS, max(1, s.shape.longest_prompt - 1))
+    if number == configured:
+        number = number - 1 or 2
+    varied = f"at most {counted(number, 'row')} in an exchange round, instead of {configured}"
+    return [_reloaded(s, "rounds", varied, prove, {"exchange_budget_tokens": number})]
 
 
 def _threads(s: Setting) -> list[Case]:
@@ -355,7 +243,7 @@ def _placement(s: Setting) -> list[Case]:
         for n in counts
     ):
         words = "there is one rank" if s.size == 1 else "all placements of so few experts are the same"
-        return [_skipped(s, "placement", words)]
+        return [skipped_case(s, "placement", words)]
     return [case]
 
 
@@ -391,16 +279,9 @@ def _sizes(s: Setting) -> list[Case]:
         )
 
     if s.info.num_experts == 1:
-        return [_skipped(s, "sizes", "there is one expert")]
+        return [skipped_case(s, "sizes", "there is one expert")]
     others = [case(size) for size in s.sizes if size != s.size]
-    return others or [_skipped(s, "sizes", "none was asked for: see --expert-parallel-size(s)")]
-
-
-def _skipped(s: Setting, name: str, reason: str) -> Case:
-    return Case(
-        name=name, varied=CASES[name], prove=lambda *_: Proof(counters={}), num_tokens=s.shape.max_tokens,
-        skipped=reason,
-    )  # fmt: skip
+    return others or [skipped_case(s, "sizes", "none was asked for: see --expert-parallel-size(s)")]
 
 
 def _reloaded(s: Setting, name: str, varied: str, prove: Prove, parallel: Mapping[str, Any]) -> Case:

@@ -12,7 +12,7 @@ import numpy as np
 
 from epruntime.engine.scheduler import GroupScheduler
 from epruntime.models.info import RopeLengths
-from epruntime.plan import StepPlan, StepResult
+from epruntime.plan import StepPlan, StepResult, TokenLogprobs
 from epruntime.verify.requests import Shape
 from epruntime.verify.session import RunSettings, Submission
 from epruntime.worker.input_batch import InputBatch
@@ -28,12 +28,14 @@ class DryRun:
         preempted_at: request index -> output tokens that it had each time that it was preempted.
         unfinished: prefills that a preemption broke off when one KV block that the prefix cache may hold had been
             computed, and another one had not.
+        reported: prompts that a preemption broke off when some of the log-probabilities that are asked for had come.
         resumed: pieces of a history with output in it that was computed anew, where it took several.
         num_steps, num_rows: of the ranks.
     """
 
     preempted_at: dict[int, list[int]] = field(default_factory=dict)
     unfinished: int = 0
+    reported: int = 0
     resumed: int = 0
     prefix_hit_tokens: int = 0
     num_steps: int = 0
@@ -86,7 +88,7 @@ class _Run:
             self._submissions.append(submission)
             self._num_output.append(0)
             self._open.add(rid)
-            self._scheduler.add(rid, request.token_ids, replace(request.spec, logprobs=-1, prompt_logprobs=-1))
+            self._scheduler.add(rid, request.token_ids, replace(request.spec, logprobs=-1))
         in_flight: deque[StepPlan] = deque()
         while self._open or in_flight:
             while len(in_flight) < depth and self._scheduler.wants_plan:
@@ -127,6 +129,9 @@ class _Run:
                 rids=np.array([request.rid for request in batch.sampling], np.int64),
                 tokens=np.array(tokens, np.int32),
                 finish=np.array(finish, np.int8),
+                prompt_logprobs={
+                    piece.request.rid: (TokenLogprobs(chosen=0.0),) * len(piece.token_ids) for piece in batch.prompts
+                },
                 num_prefill_tokens=batch.num_prefill_tokens,
                 num_decode_tokens=batch.num_decode_tokens,
             )
@@ -136,7 +141,10 @@ class _Run:
         request, block = self._submissions[rid].request, self._shape.block_size
         self.found.preempted_at.setdefault(request.index, []).append(self._num_output[rid])
         num_full = (len(request.token_ids) + self._num_output[rid] - 1) // block
-        self.found.unfinished += 1 <= self._computed.pop(rid, 0) // block < num_full
+        computed = self._computed.pop(rid, 0)
+        self.found.unfinished += 1 <= computed // block < num_full
+        wants = request.spec.prompt_logprobs >= 0 and not self._num_output[rid]
+        self.found.reported += wants and 0 < computed < len(request.token_ids) - 1
 
     def _token(self, rid: int) -> int:
         """The same for the same request at the same place, and its end where one is sure to come."""

@@ -81,6 +81,12 @@ class PreemptionSearch:
             found.append(max(unfinished, key=_thorough))
         return [settings for settings, _ in found]
 
+    def amid_prompts(self) -> list[RunSettings]:
+        """A run in which one goes amid its prompt when some of the log-probabilities that it wants of it had come."""
+        tried = self._tried(self._reporting_candidates())
+        reported = [pair for pair in tried if pair[1].reported]
+        return [min(reported, key=lambda pair: _cost(pair[1]))[0]] if reported else []
+
     def _whole_candidates(self, late: list[VerifyRequest]) -> Iterator[RunSettings]:
         for early in self._early:
             for copies in _COPIES:
@@ -88,13 +94,23 @@ class PreemptionSearch:
                     yield from self._settings([[early] * copies + ordered], self._most_rows)
 
     def _piece_candidates(self) -> Iterator[RunSettings]:
-        block, longest = self._shape.block_size, self._shape.longest_prompt
         sampled = sorted(self._late, key=lambda request: (request.greedy, -len(request.token_ids)))
-        for rows in dict.fromkeys(max(2, min(n, longest - 1)) for n in (2 * block, block, block // 2)):
+        for rows in self._small_steps():
             for early, late in itertools.product(self._early[:1], sampled):
                 chosen = [early, late]
                 flood = [request.shortened(1) for request in self._filling(sum(map(self._blocks, chosen)), chosen)]
                 yield from self._settings([chosen, flood, [late]], rows, prefix_caching=True)
+
+    def _reporting_candidates(self) -> Iterator[RunSettings]:
+        wanting = [request for request in self._requests if request.spec.prompt_logprobs >= 0]
+        for rows, early, late in itertools.product(self._small_steps(), self._early, wanting):
+            if late is not early:
+                yield from self._settings([[early, late]], rows, prefix_caching=True)
+
+    def _small_steps(self) -> list[int]:
+        """Rows of the largest step."""
+        block, longest = self._shape.block_size, self._shape.longest_prompt
+        return list(dict.fromkeys(max(2, min(n, longest - 1)) for n in (2 * block, block, block // 2)))
 
     def _settings(
         self, waves: Sequence[Sequence[VerifyRequest]], max_num_batched_tokens: int, **more: Any

@@ -96,7 +96,7 @@ class VerifyReport:
         elif self.control.status != CAUGHT:
             words = "nothing is proven: the negative control was not caught"
         elif missing:
-            words = f"no difference, but not all was tried: {', '.join(missing)} did not happen"
+            words = f"no difference, but not all that {', '.join(missing)} should vary did happen"
         elif not self._identical:
             words = "nothing is proven: every case was skipped"
         else:

@@ -27,17 +27,8 @@ from epruntime.launchers.pool import RankPool
 from epruntime.models.info import ModelInfo
 from epruntime.models.loader import inspect_model
 from epruntime.verify.against import check_room, compare_with_transformers
-from epruntime.verify.cases import (
-    BATCH,
-    LARGE_BYTES,
-    ROWS,
-    Case,
-    Setting,
-    baseline,
-    control_runs,
-    make_cases,
-    most_rows,
-)
+from epruntime.verify.case import Case, Setting, most_rows
+from epruntime.verify.cases import BATCH, LARGE_BYTES, baseline, control_runs, make_cases
 from epruntime.verify.compare import Comparison, compare, digest
 from epruntime.verify.facts import VerifyFacts, collect_facts
 from epruntime.verify.outputs import Output
@@ -53,6 +44,7 @@ from epruntime.verify.report import (
     VerifyReport,
 )
 from epruntime.verify.requests import Shape, VerifyRequest, make_requests, random_prompts, shape_of
+from epruntime.verify.row_counts import ROWS
 from epruntime.verify.session import RunFacts, Session, Trace
 from epruntime.words import counted
 

@@ -69,7 +69,9 @@ class RunFacts:
     Attributes:
         outputs: of every submission, in order of the waves.
         counters: of schedulers, core and MoE layers, over all ranks, in this run; `recomputed_in_pieces`: how
-            often a preempted request did not fit into a step when it came back.
+            often a preempted request did not fit into a step when it came back; `amid_prompt_logprobs`: how often one
+            came back that had some of the log-probabilities of its prompt, and not all; `found_but_one`: how often the
+            prefix cache left one token of several to compute.
         rows: rows computed in a step -> number of such steps, over all ranks; decode_rows: of steps that only decode.
         trace: empty unless the session traces layers; layers: names of its columns.
     """
@@ -195,7 +197,7 @@ class Session:
         rows: Counter[int] = Counter()
         decode_rows: Counter[int] = Counter()
         entered: set[int] = set()
-        num_in_pieces = 0
+        num_in_pieces = num_amid_prompt_logprobs = num_found_but_one = 0
 
         def on_step(num_prefill: int, num_decode: int) -> None:
             rows[num_prefill + num_decode] += 1
@@ -204,11 +206,13 @@ class Session:
             collector.changed.set()
 
         def on_scheduled(new: NewRequest) -> None:
-            nonlocal num_in_pieces
+            nonlocal num_in_pieces, num_amid_prompt_logprobs, num_found_but_one
+            left = len(new.token_ids) - new.num_computed_tokens
+            num_found_but_one += left == 1 < len(new.token_ids)
             if new.rid in entered:  # it comes back
                 collector.outputs[new.rid].preempted_at.append(len(new.token_ids) - new.num_prompt_tokens)
-                left = len(new.token_ids) - new.num_computed_tokens
                 num_in_pieces += left > settings.scheduler.max_num_batched_tokens
+                num_amid_prompt_logprobs += 0 < new.num_prompt_logprobs < new.num_prompt_tokens - 1
             entered.add(new.rid)
 
         core = EngineCore(
@@ -243,7 +247,12 @@ class Session:
         traces = await self.group.take_traces() if self._trace_layers else []
         return RunFacts(
             outputs=list(collector.outputs.values()),
-            counters=_counters(core, schedulers, before, after) | {"recomputed_in_pieces": num_in_pieces},
+            counters=_counters(core, schedulers, before, after)
+            | {
+                "recomputed_in_pieces": num_in_pieces,
+                "amid_prompt_logprobs": num_amid_prompt_logprobs,
+                "found_but_one": num_found_but_one,
+            },
             rows=rows,
             decode_rows=decode_rows,
             trace=_trace(traces, indices),
@@ -297,13 +306,13 @@ def _counters(
     found: Counter[str] = Counter()
     for scheduler in schedulers:
         found.update(asdict(scheduler.counters))
-    now, then = _moe_totals(after), _moe_totals(before)
+    now, then = moe_totals(after), moe_totals(before)
     found.update({name: now[name] - then[name] for name in now})
     found["steps"], found["overlapped_steps"] = core.stats.steps, core.stats.overlapped_steps
     return dict(found)
 
 
-def _moe_totals(ranks: Sequence[dict[str, Any]]) -> Counter[str]:
+def moe_totals(ranks: Sequence[dict[str, Any]]) -> Counter[str]:
     """Of all layers and ranks; `rounds` and `layer_steps` are the same on all ranks, and counted on the first."""
     found: Counter[str] = Counter()
     for rank, stats in enumerate(ranks):

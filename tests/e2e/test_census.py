@@ -92,11 +92,6 @@ def test_an_unknown_op_is_named() -> None:
         torch.nn.functional.linear(x, x)
         x.long().sum()
         torch.mm(x, x.t(), out=torch.empty(3, 3))
-    assert census.unsteady == {
-        "glu",
-        "add.Tensor with alpha",
-        "rsub.Scalar with alpha",
-        "sum over the whole batch",
-        "mm.out",
-    }
+    with_alpha = {"add.Tensor with alpha", "rsub.Scalar with alpha"}
+    assert census.unsteady == {"glu", "sum over the whole batch", "mm.out"} | with_alpha
     assert "mm" in census.ops

@@ -65,6 +65,7 @@ def test_all_cases_are_proven(mixtral: str, ranks: Ranks) -> None:
     whole = {case.digest for case in report.cases if case.name not in ("rows", "preempted")}
     assert len(whole) == 1
     counters = {name: number for case in report.cases for name, number in case.counters.items()}
+    assert counters["row counts"] == 12 + 2 * (6 - 1)  # as many further ones as two waves of six tokens have
     for words in ("with penalties", "bias", "filters", "recomputed in pieces", "outputs continued"):
         assert counters[words] > 0, words
     # the control is found in the very layer that was made to depend on the batch
@@ -285,6 +286,26 @@ def test_a_history_that_is_computed_anew_at_other_positions_is_found(mixtral: st
     assert preempted.difference is not None
     # what goes into the first layer knows no positions, and its attention does
     assert preempted.difference.layer == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "where"),
+    [
+        ("other_prompt_logprobs", "preempted", "prompt"),
+        ("found_but_one", "prefix", "output"),
+        ("tile_row", "rows", "output"),
+    ],
+)
+def test_what_happens_in_few_steps_is_found(
+    name: str, case: str, where: str, mixtral: str, faulty: tuple[Ranks, Path]
+) -> None:
+    wrong, fault = faulty
+    fault.write_text(name)
+    options = VerifyConfig(num_prompts=12, max_tokens=8, seed=3, cases=case)
+    (_, found) = verify(mixtral, options, ranks=wrong).cases
+    assert found.status == "different"
+    assert found.difference is not None
+    assert found.difference.where == where
 
 
 def test_a_rank_that_computes_otherwise_is_found(mixtral: str, faulty: tuple[Ranks, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ from epruntime.config import EngineConfig
 from epruntime.config.verify import CASES
 from epruntime.errors import ConfigError
 from epruntime.models.info import LENGTH_HAS_NO_EFFECT, RopeLengths
-from epruntime.verify.cases import ROWS, Case, Setting, baseline, control_runs, make_cases, most_rows
+from epruntime.verify.case import Case, Setting, most_rows
+from epruntime.verify.cases import baseline, control_runs, make_cases
 from epruntime.verify.dry_run import dry_run
 from epruntime.verify.outputs import Output
 from epruntime.verify.preemption import PreemptionSearch
 from epruntime.verify.requests import Shape, kinds_of, make_requests, random_prompts, shape_of
+from epruntime.verify.row_counts import ROWS
 from epruntime.verify.session import RunFacts
 
 
@@ -124,7 +127,7 @@ def test_requests_stay_on_their_rank_but_where_ranks_vary() -> None:
     (ranks,) = make_cases(setting, ("ranks",))
     assert all(s.rank != s.request.index % 2 for run in ranks.runs for wave in run.waves for s in wave)
     (rows,) = make_cases(setting, ("rows",))
-    assert [len(wave) for wave in rows.runs[0].waves] == list(range(1, ROWS + 1))
+    assert [len(wave) for wave in rows.runs[0].waves][:ROWS] == list(range(1, ROWS + 1))
     assert all(len({s.rank for s in wave}) == 1 for wave in rows.runs[0].waves)
 
 
@@ -152,11 +155,15 @@ def test_where_nothing_decodes_cases_are_skipped_with_the_reason() -> None:
     assert all("outputs of one token" in case.skipped for case in cases.values() if case.skipped)
 
 
-def _preemptions(setting: Setting, num_kv_blocks: int | None = None) -> tuple[list[Any], list[Any]]:
-    search = PreemptionSearch(
+def _search(setting: Setting, num_kv_blocks: int | None) -> PreemptionSearch:
+    return PreemptionSearch(
         setting.requests, setting.shape, setting.config.scheduler, setting.info.rope, num_kv_blocks=num_kv_blocks,
         max_num_batched_tokens=most_rows(setting.config.scheduler, setting.shape),
     )  # fmt: skip
+
+
+def _preemptions(setting: Setting, num_kv_blocks: int | None = None) -> tuple[list[Any], list[Any]]:
+    search = _search(setting, num_kv_blocks)
     return search.whole(), search.in_pieces()
 
 
@@ -187,6 +194,25 @@ def test_requests_of_all_kinds_are_preempted_when_they_have_sampled(
     assert reached == set(kinds_of(setting.requests))
 
 
+@pytest.mark.parametrize(
+    ("num", "max_tokens", "num_kv_blocks"), [(12, 8, None), (12, 8, 6), (4, 8, None), (64, 12, None), (12, 2, None)]
+)
+def test_a_prompt_is_broken_off_when_some_of_its_log_probabilities_had_come(
+    num: int, max_tokens: int, num_kv_blocks: int | None
+) -> None:
+    setting = _setting(1, num=num, max_tokens=max_tokens)
+    (settings,) = _search(setting, num_kv_blocks).amid_prompts()
+    found = dry_run(settings, setting.shape, LENGTH_HAS_NO_EFFECT, num_kv_blocks=num_kv_blocks or 999)
+    assert found.reported > 0
+    broken = [setting.requests[index] for index, numbers in found.preempted_at.items() if 0 in numbers]
+    assert any(request.spec.prompt_logprobs >= 0 for request in broken)
+    case = _case(setting, "preempted")
+    done = [_facts(setting, {i: [1] for i in range(num)})] * len(case.runs)
+    without = [replace(run, counters=run.counters | {"amid_prompt_logprobs": 0}) for run in done]
+    assert case.prove(done, (), ()).missing == ""
+    assert "some of the log-probabilities of its prompt" in case.prove(without, (), ()).missing
+
+
 def test_pieces_are_computed_anew_and_broken_off() -> None:
     setting = _setting(1, num=12, max_tokens=8)
     found = [dry_run(run, setting.shape, LENGTH_HAS_NO_EFFECT, num_kv_blocks=999) for run in _preemptions(setting)[1]]
@@ -213,7 +239,7 @@ def _facts(setting: Setting, preempted: dict[int, list[int]], number: int = 1) -
         Output(index=i, tokens=[1] * request.num_tokens, preempted_at=preempted.get(i, []))
         for i, request in enumerate(setting.requests)
     ]
-    counters = {"preemptions": number, "recomputed_in_pieces": 1, "prefix_hit_tokens": 0}
+    counters = {"preemptions": number, "recomputed_in_pieces": 1, "amid_prompt_logprobs": 1, "prefix_hit_tokens": 0}
     return RunFacts(outputs=outputs, counters=counters, rows={}, decode_rows={})  # type: ignore[arg-type]
 
 
@@ -260,13 +286,69 @@ def test_outputs_that_end_with_a_block_are_gone_on_with() -> None:
     (run,) = _case(setting, "prefix").runs
     continued = [wave[0] for wave in run.waves if len(wave) == 1]
     assert continued
+    behind = []
     for submission in continued:
         request = submission.request
         assert request.greedy
-        assert (len(request.token_ids) + submission.num_done - 2) % setting.shape.block_size == 0
-        assert 2 < submission.num_done < request.spec.max_tokens
+        assert submission.num_done < request.spec.max_tokens
+        behind.append((len(request.token_ids) + submission.num_done) % setting.shape.block_size)
         shortened = [s.request.spec.max_tokens for s in run.waves[0] if s.request.index == request.index]
-        assert shortened == [submission.num_done - 2, request.spec.max_tokens]
+        assert shortened == [submission.num_done - behind[-1], request.spec.max_tokens]
+    # one token that is left to compute is written by itself
+    assert behind[:2] == [1, 2]
     # keys that depend on the length of the prompt
     (run,) = _case(replace(_setting(1, num=12, max_tokens=8, rope=RopeLengths(longest_original=20))), "prefix").runs
     assert all(len(wave) == 12 for wave in run.waves)
+
+
+def _configured(setting: Setting, **engine: Any) -> Setting:
+    return replace(setting, config=EngineConfig.from_kwargs(model="m", expert_parallel_size=setting.size, **engine))
+
+
+def test_preemptions_are_planned_for_the_kv_blocks_that_a_rank_has() -> None:
+    setting = _setting(1, num=12, max_tokens=8)
+    info = SimpleNamespace(**vars(setting.info), kv_bytes_per_block=lambda block_size: block_size * 2**20)
+    setting = replace(_configured(setting, kv_cache_memory_gb=5.5 * 16 / 1024), info=info)  # type: ignore[arg-type]
+    assert setting.num_kv_blocks == 5
+    case = _case(setting, "preempted")
+    assert len(case.runs) > 1
+    assert max(run.num_kv_blocks or 999 for run in case.runs) <= 5
+    assert _configured(setting, kv_cache_memory_gb=1.0, num_kv_blocks=7).num_kv_blocks == 7
+    assert _configured(setting).num_kv_blocks is None
+
+
+def _steps(rows: list[int], decode_rows: list[int], mixed: int = 0) -> RunFacts:
+    counters = {"mixed_steps": mixed, "steps": len(rows)}
+    return RunFacts(outputs=[], counters=counters, rows=Counter(rows), decode_rows=Counter(decode_rows))
+
+
+def test_one_step_of_several_requests_is_a_batch() -> None:
+    case = _case(_setting(2), "batch")  # prompts of 48 tokens at most, two ranks
+
+    def missing(facts: RunFacts) -> str:
+        return case.prove([facts], (), ()).missing
+
+    assert missing(_steps([48, 2], [2])) == "no step had rows of several requests"
+    assert missing(_steps([96, 2], [2])) != ""  # one on each rank
+    for met in (_steps([48, 3], [3]), _steps([97, 1], [1]), _steps([48, 4], [1], mixed=1)):
+        assert missing(met) == ""
+    setting = _configured(_setting(1), max_num_seqs=1)
+    assert _case(setting, "batch").skipped == "max_num_seqs=1: no request has company"
+
+
+def test_exchanges_take_another_number_of_rounds_than_the_configured_budget_gives() -> None:
+    for configured, number in ((8192, 5), (5, 4), (4, 5)):
+        case = _case(_configured(_setting(2), exchange_budget_tokens=configured), "rounds")
+        assert case.parallel == {"exchange_budget_tokens": number}
+        assert case.varied == f"at most {number} rows in an exchange round, instead of {configured}"
+    case = _case(replace(_setting(2), shape=replace(_shape(512), longest_prompt=1)), "rounds")
+    assert case.varied.startswith("at most 1 row in")
+
+    def missing(rounds: int, exchanges: int, *, alone: tuple[int, int]) -> str:
+        layer = {"rounds": alone[0], "steps": alone[1], "rows_sent": 1, "pairs_received": 1, "replica_pairs": 0}
+        facts = replace(_steps([1], [1]), counters={"rounds": rounds, "layer_steps": exchanges})
+        return case.prove([facts], (), [{"moe": {"layers": {"0": layer}}}]).missing
+
+    assert missing(9, 3, alone=(4, 4)) == ""
+    assert missing(3, 3, alone=(4, 4)) == "no exchange took several rounds"
+    assert missing(9, 3, alone=(12, 4)) == "exchanges took as many rounds as before"

@@ -63,7 +63,7 @@ def _with(status: str, **more) -> VerifyReport:  # type: ignore[no-untyped-def]
         ),
         (replace(GOOD, facts=replace(FACTS, invariance="fast")), 0, "nothing differed here, which invariance=fast"),
         (_with(r.DIFFERENT, difference=DIFFERENCE), 1, "does not hold: batch gave other bits"),
-        (_with(r.NOT_EXERCISED, reason="no chunk"), 3, "batch did not happen"),
+        (_with(r.NOT_EXERCISED, reason="no chunk"), 3, "not all that batch should vary did happen"),
         (replace(GOOD, control=replace(CONTROL, status=r.NOT_CAUGHT)), 3, "nothing is proven"),
         # a difference is one, whatever the control says
         (replace(_with(r.DIFFERENT), control=replace(CONTROL, status=r.NOT_CAUGHT)), 1, "does not hold"),
