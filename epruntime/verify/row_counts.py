@@ -11,7 +11,7 @@ from epruntime.verify.requests import Shape, VerifyRequest
 
 #: every number of rows up to this one.
 ROWS = 12
-_ROWS_TOKENS = 4
+_ROWS_TOKENS, _SEVERAL = 4, 4
 #: further ones, around multiples of 16, at which kernels change from whole tiles to tails; those that tell most first.
 TAILS = (16, 17, 32, 33, 64, 63, 48, 49, 15, 31, 47, 13, 14)
 _TAIL_WAVES = 2
@@ -20,9 +20,11 @@ Wave = tuple[VerifyRequest, ...]
 
 
 def small_waves(requests: Sequence[VerifyRequest], shape: Shape) -> list[Wave]:
-    """A wave of each number of requests up to ROWS."""
+    """A wave of each number of requests up to ROWS; that of the longest prompt is in none where there are several."""
     tokens = min(_ROWS_TOKENS, shape.max_tokens)
-    return [tuple(requests[(n + i) % len(requests)].shortened(tokens) for i in range(n)) for n in range(1, ROWS + 1)]
+    longest = max(requests, key=lambda request: len(request.token_ids))
+    chosen = [request for request in requests if request is not longest or len(requests) < _SEVERAL]
+    return [tuple(chosen[(n + i) % len(chosen)].shortened(tokens) for i in range(n)) for n in range(1, ROWS + 1)]
 
 
 def tail_waves(

@@ -58,6 +58,9 @@ def test_every_small_number_has_a_wave() -> None:
     waves = small_waves(requests, shape)
     assert [len(wave) for wave in waves] == list(range(1, ROWS + 1))
     assert {request.spec.max_tokens for wave in waves for request in wave} == {4}
+    assert {request.index for request in waves[-1]} == {0, 1, 2}
+    requests = make_requests([[5], [5] * 9, [5] * 3, [5] * 2], shape, vocab_size=50, seed=1)
+    assert {request.index for request in small_waves(requests, shape)[-1]} == {0, 2, 3}  # it would take longest
 
 
 def test_ranges() -> None:
