@@ -2,12 +2,14 @@
 
 Each case makes a tiny random model, runs requests of mixed parameters each alone on one rank, and then the same in
 other company, on 1 to 4 ranks, with one compute thread or two. `make test` runs a case of each group of families,
-`make test-all` every type, in fp32 and bf16 by turns, half of each with round dimensions and half with odd ones.
+`make test-all` every type under every setting: all but one in fp32 or bf16 by turns, half of each with round dimensions
+and half with odd ones, and that one in the other dtype with the other dimensions.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from epruntime.testing.odd_shapes import odd_shape
 from epruntime.testing.tiny_models import available, build, distinct, save
 
 #: Requests whose answers are compared.
-COMPARED = 9
+COMPARED, FEWER = 9, 5
 ALONE = Setting(
     name="alone",
     order="alone",
@@ -73,6 +75,7 @@ SETTINGS = (
         must={"ranks_at_work": 4},
     ),
 )
+IN_CHUNKS = SETTINGS[1]
 DTYPES, SHAPES = ("float32", "bfloat16"), ("round", "odd")
 #: (type, dtype, dimensions): what `make test` runs; the rest is marked `full`.
 SLICE = {
@@ -101,6 +104,14 @@ CASES = [
 ]
 
 
+#: Of every type what BY_TURNS leaves out: the other dtype, with the other dimensions, and a setting.
+_OTHER = dict([DTYPES, DTYPES[::-1], SHAPES, SHAPES[::-1]])
+OTHERWISE = [
+    pytest.param(*case, id="-".join(case), marks=pytest.mark.full)
+    for case in sorted({(model_type, _OTHER[dtype], _OTHER[shape]) for model_type, dtype, shape in BY_TURNS} - SLICE)
+]
+
+
 def _make(model_type: str, dtype: str, shape: str, folder: Path) -> tuple[str, int]:
     """A checkpoint, and its vocabulary's size."""
     overrides: dict[str, Any] = odd_shape(model_type) if shape == "odd" else {}
@@ -108,17 +119,34 @@ def _make(model_type: str, dtype: str, shape: str, folder: Path) -> tuple[str, i
     return str(save(model, folder)), text_part.language_config(config).vocab_size
 
 
-@pytest.mark.parametrize(("model_type", "dtype", "shape"), CASES)
-def test_same_bits_in_any_company(model_type: str, dtype: str, shape: str, ranks: Ranks, tmp_path: Path) -> None:
-    path, vocab_size = _make(model_type, dtype, shape, tmp_path)
+def _differences(
+    settings: Sequence[Setting], case: tuple[str, str, str], ranks: Ranks, folder: Path, *, compared: int = COMPARED
+) -> list[str]:
+    """What differs from each request alone, in words."""
+    model_type, dtype, shape = case
+    path, vocab_size = _make(model_type, dtype, shape, folder)
     requests = mixed_requests(64, vocab_size=vocab_size)
-    expected = run(path, ranks, ALONE, requests, compared=COMPARED, dtype=dtype)
+    expected = run(path, ranks, ALONE, requests, compared=compared, dtype=dtype)
     assert expected.happened["experts_at_work"] > 2
     differences = []
-    for setting in SETTINGS:
-        found = run(path, ranks, setting, requests, compared=COMPARED, dtype=dtype)
+    for setting in settings:
+        found = run(path, ranks, setting, requests, compared=compared, dtype=dtype)
         if (difference := first_difference(found.answers, expected.answers)) is not None:
             differences.append(f"{setting.name}: {difference}")
+    return differences
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "shape"), CASES)
+def test_same_bits_in_any_company(model_type: str, dtype: str, shape: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = (model_type, dtype, shape)
+    settings = [setting for setting in SETTINGS if case in SLICE or setting is not IN_CHUNKS]
+    differences = _differences(settings, case, ranks, tmp_path)
+    assert not differences, "\n".join(differences)
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "shape"), OTHERWISE)
+def test_same_bits_in_the_other_dtype(model_type: str, dtype: str, shape: str, ranks: Ranks, tmp_path: Path) -> None:
+    differences = _differences([IN_CHUNKS], (model_type, dtype, shape), ranks, tmp_path, compared=FEWER)
     assert not differences, "\n".join(differences)
 
 
