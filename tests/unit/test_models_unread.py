@@ -20,19 +20,19 @@ from epruntime.testing.ragged import RaggedDriver, local_runtime, strict_ops
 
 READ = pytest.mark.skipif(adapter.version() < (5, 24), reason="transformers 5.24 or newer reads the field")
 UNREAD = pytest.mark.skipif(adapter.version() >= (5, 24), reason="transformers older than 5.24 leaves the field unread")
-#: type, overrides of the tiny model, what config.json says on top of them
+#: type, what config.json says on top of the tiny model's own fields
 PUBLISHED = [
-    ("minimax_m2", {}, {"rotary_dim": 8}),
-    ("mimo_v2_flash", {}, {"sliding_window_size": 8}),
-    ("gpt_oss", {}, {"swiglu_limit": 0.5}),
-    ("gpt_oss", {}, {"swiglu_alpha": 1.0}),
+    ("minimax_m2", {"rotary_dim": 8}),
+    ("mimo_v2_flash", {"sliding_window_size": 8}),
+    ("gpt_oss", {"swiglu_limit": 0.5}),
+    ("gpt_oss", {"swiglu_alpha": 1.0}),
 ]
+IDS = torch.arange(3, 33)
 
 
-def _saved(model_type: str, overrides: dict[str, Any], path: Path, **says: Any) -> Any:
+def _saved(model_type: str, path: Path, **says: Any) -> None:
     """config.json as it is published: without what saving adds to say the same."""
-    model = tiny_models.build(model_type, **overrides)[1]
-    tiny_models.save(model, path)
+    tiny_models.save(tiny_models.build(model_type)[1], path)
     configure(path, **says)
     if "rotary_dim" in says:
         config = json.loads((path / "config.json").read_text())
@@ -40,35 +40,36 @@ def _saved(model_type: str, overrides: dict[str, Any], path: Path, **says: Any) 
         (path / "config.json").write_text(json.dumps(config))
 
 
-@READ
-@pytest.mark.parametrize(("model_type", "overrides", "says"), PUBLISHED)
-def test_a_field_that_is_read_is_served(
-    model_type: str, overrides: dict[str, Any], says: dict[str, Any], tmp_path: Path
-) -> None:
-    _saved(model_type, overrides, tmp_path, **says)
-    ids = torch.arange(3, 33)
-    served = load_model(tmp_path, dtype="float32", moe=local_runtime())
+def _logits(path: Path) -> torch.Tensor:
     with strict_ops():
-        (found,) = RaggedDriver(served, num_blocks=48).step([("a", ids)])
-    config = adapter.read_config(tmp_path)
-    reference = text_part.class_of(type(config)).from_pretrained(tmp_path, attn_implementation="eager").eval()
+        (logits,) = RaggedDriver(load_model(path, dtype="float32", moe=local_runtime()), num_blocks=48).step(
+            [("a", IDS)]
+        )
+    return logits
+
+
+def _expected(path: Path, attention: str) -> torch.Tensor:
+    kind = text_part.class_of(type(adapter.read_config(path)))
     with torch.inference_mode():
-        expected = reference(input_ids=ids[None], use_cache=False).logits[0]
-    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
-    (tmp_path / "without").mkdir()
-    _saved(model_type, overrides, tmp_path / "without")
-    other = load_model(tmp_path / "without", dtype="float32", moe=local_runtime())
-    with strict_ops():
-        (unlike,) = RaggedDriver(other, num_blocks=48).step([("a", ids)])
-    assert (found - unlike).abs().max() > 1e-2  # the field counts
+        model = kind.from_pretrained(path, attn_implementation=attention).eval()
+        return model(input_ids=IDS[None], use_cache=False).logits[0]
+
+
+@READ
+@pytest.mark.parametrize(("model_type", "says"), PUBLISHED)
+def test_a_field_that_is_read_is_served(model_type: str, says: dict[str, Any], tmp_path: Path) -> None:
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    _saved(model_type, with_it, **says)
+    _saved(model_type, without)
+    found = _logits(with_it)
+    assert torch.allclose(found, _expected(with_it, "eager"), rtol=0, atol=1e-3)
+    assert (found - _logits(without)).abs().max() > 1e-2  # the field counts
 
 
 @UNREAD
-@pytest.mark.parametrize(("model_type", "overrides", "says"), PUBLISHED)
-def test_a_field_that_is_not_read_is_refused(
-    model_type: str, overrides: dict[str, Any], says: dict[str, Any], tmp_path: Path
-) -> None:
-    _saved(model_type, overrides, tmp_path, **says)
+@pytest.mark.parametrize(("model_type", "says"), PUBLISHED)
+def test_a_field_that_is_not_read_is_refused(model_type: str, says: dict[str, Any], tmp_path: Path) -> None:
+    _saved(model_type, tmp_path, **says)
     with pytest.raises(UnsupportedModelError, match=f"config.json says {next(iter(says))}="):
         inspect_model(tmp_path)
 
@@ -151,7 +152,8 @@ def test_a_value_that_every_release_computes_by_is_taken(tmp_path: Path) -> None
 def test_layer_types_of_which_transformers_makes_no_cache(
     model_type: str, says: dict[str, Any], tmp_path: Path
 ) -> None:
-    _saved(model_type, {"num_hidden_layers": 2}, tmp_path, **says)
+    tiny_models.save(tiny_models.build(model_type, num_hidden_layers=2)[1], tmp_path)
+    configure(tmp_path, **says)
     with pytest.raises(UnsupportedModelError, match="makes no cache for layers of the types"):
         inspect_model(tmp_path)
 
@@ -163,15 +165,8 @@ def test_latents_with_more_key_heads_than_heads(count: int, tmp_path: Path) -> N
     assert model.config.num_attention_heads < 8
     tiny_models.save(model, tmp_path)
     configure(tmp_path, num_key_value_heads=count)
-    ids = torch.arange(3, 20)
-    served = load_model(tmp_path, dtype="float32", moe=local_runtime())
-    with strict_ops():
-        (found,) = RaggedDriver(served).step([("a", ids)])
-    kind = text_part.class_of(type(model.config))
-    reference = kind.from_pretrained(tmp_path, attn_implementation="sdpa").eval()  # eager repeats keys no times
-    with torch.inference_mode():
-        expected = reference(input_ids=ids[None], use_cache=False).logits[0]
-    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
+    # eager attention repeats keys no times
+    assert torch.allclose(_logits(tmp_path), _expected(tmp_path, "sdpa"), rtol=0, atol=1e-3)
 
 
 def test_shared_keys_and_values_are_named(tmp_path: Path) -> None:
